@@ -1,0 +1,67 @@
+"""What a batch is: tensors whose axis 0 counts samples, in tuples, lists, mappings or alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Every tensor in a batch, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_of(value)
+    elif isinstance(batch, (tuple, list)):
+        for value in batch:
+            yield from tensors_of(value)
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples: the length of axis 0, which every tensor of the batch must share.
+
+    >>> batch_size((torch.zeros(3, 2), {"label": torch.zeros(3)}))
+    3
+    """
+    sizes = {tensor.shape[0] if tensor.ndim else None for tensor in tensors_of(batch)}
+    if not sizes:
+        raise ValueError(
+            f"the batch ({type(batch).__name__}) holds no tensor: give a tensor, or a tuple, list or dict of tensors "
+            "whose axis 0 counts samples"
+        )
+    if len(sizes) > 1 or None in sizes:
+        shapes = [tuple(tensor.shape) for tensor in tensors_of(batch)]
+        raise ValueError(
+            f"the batch's tensors have shapes {shapes}: axis 0 of every one must count samples; "
+            "keep what is not per sample out of the batch"
+        )
+    size = sizes.pop()
+    assert size is not None
+    return size
+
+
+def select(batch: Any, chosen: slice) -> Any:
+    """Some of a batch's samples, as a batch of the same form; lists without tensors count as one value a sample."""
+    return _mapped(batch, lambda tensor: tensor[chosen], lambda values: values[chosen])
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on a device."""
+    return _mapped(batch, lambda tensor: tensor.to(device, non_blocking=True), lambda values: values)
+
+
+def _mapped(batch: Any, on_tensor: Callable[[Tensor], Tensor], on_values: Callable[[Any], Any]) -> Any:
+    if isinstance(batch, Tensor):
+        return on_tensor(batch)
+    if isinstance(batch, Mapping):
+        return type(batch)({key: _mapped(value, on_tensor, on_values) for key, value in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, (tuple, list)):
+        if next(tensors_of(batch), None) is None:
+            return on_values(batch)
+        parts = [_mapped(value, on_tensor, on_values) for value in batch]
+        return type(batch)(*parts) if isinstance(batch, tuple) and type(batch) is not tuple else type(batch)(parts)
+    return batch

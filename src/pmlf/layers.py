@@ -1,0 +1,226 @@
+"""One rule per layer type: from a layer's input and the gradient at its output to its parameters' gradients.
+
+A rule returns, for each parameter wanted, `Factors` (matrices: held or ghost, decided by cost) or per-sample gradients
+of shape (samples, *parameter.shape). A new layer is one function and one row of `_RULES`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pmlf.factors import Factors, Lookup, Outer, Patches
+
+Contribution = Factors | Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a layer in a forward pass, with the gradient that came back to its output."""
+
+    name: str
+    module: Any  # the layer; a rule knows its type
+    args: tuple[Any, ...]
+    named_args: Mapping[str, Any]
+    grad: Tensor  # axis 0 is samples, or a sample-major multiple of it
+    samples: int
+
+    @property
+    def input(self) -> Tensor:
+        """The layer's input, repeated for every sample where it has no batch axis of its own."""
+        tensor = self.args[0] if self.args else next(iter(self.named_args.values()))
+        assert isinstance(tensor, Tensor)
+        return tensor.expand(self.grad.shape[0], *tensor.shape[1:]) if tensor.shape[0] == 1 else tensor
+
+
+Rule = Callable[[Call, Collection[str]], dict[str, Contribution]]
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    """The rule of a layer whose forward pass is exactly that of a known type; None for any other."""
+    if "forward" in vars(module):  # patched on the instance: what it computes is not known
+        return None
+    forward = type(module).forward
+    return _RULES.get(forward) or _RULES_BY_NAME.get(f"{forward.__module__}.{forward.__qualname__}")
+
+
+def _linear(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
+    grad = _full(call.grad).reshape(call.samples, -1, call.grad.shape[-1])  # (n, tokens, out)
+    found: dict[str, Contribution] = {}
+    if "weight" in wanted:
+        found["weight"] = _outer(grad, _tokens(call))
+    if "bias" in wanted:
+        found["bias"] = grad.sum(1)
+    return found
+
+
+def _transposed_linear(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
+    """Hugging Face's Conv1D: a linear layer whose weight is (in, out)."""
+    found = _linear(call, wanted)
+    weight = found.get("weight")
+    if isinstance(weight, Outer):
+        found["weight"] = _outer(weight.right, weight.left)
+    return found
+
+
+def _convolution(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
+    grad, module = _full(call.grad), call.module
+    space = len(module.kernel_size)
+    if grad.ndim != space + 2:
+        raise ValueError(f"layer {call.name!r} got an input without a batch axis: give convolutions batched inputs")
+    found: dict[str, Contribution] = {}
+    if "weight" in wanted:
+        found["weight"] = Patches(
+            samples=call.samples,
+            groups=module.groups,
+            tokens=grad[0, 0].numel() * (grad.shape[0] // call.samples),
+            rows=module.out_channels // module.groups,
+            cols=module.weight[0].numel(),
+            input=_padded(module, _full(call.input)),
+            grad=grad,
+            kernel=module.kernel_size,
+            stride=module.stride,
+            dilation=module.dilation,
+        )
+    if "bias" in wanted:
+        found["bias"] = _channel_sum(call, grad)
+    return found
+
+
+def _embedding(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
+    module = call.module
+    index = call.input.reshape(call.samples, -1)
+    grad = _full(call.grad).reshape(*index.shape, module.embedding_dim)
+    if module.padding_idx is not None:  # that row is never trained
+        grad = grad * (index != module.padding_idx).unsqueeze(-1)
+    tokens, rows, cols = index.shape[1], module.num_embeddings, module.embedding_dim
+    return {"weight": Lookup(samples=call.samples, tokens=tokens, rows=rows, cols=cols, index=index, right=grad)}
+
+
+def _layer_norm(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
+    module = call.module
+    return _trailing_affine(call, wanted, F.layer_norm(_full(call.input), module.normalized_shape, eps=module.eps))
+
+
+def _rms_norm(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
+    module = call.module
+    return _trailing_affine(call, wanted, F.rms_norm(_full(call.input), module.normalized_shape, eps=module.eps))
+
+
+def _group_norm(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
+    return _channel_affine(call, wanted, F.group_norm(_full(call.input), call.module.num_groups, eps=call.module.eps))
+
+
+def _instance_norm(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
+    return _channel_affine(call, wanted, F.instance_norm(_full(call.input), eps=call.module.eps))
+
+
+def _trailing_affine(call: Call, wanted: Collection[str], normal: Tensor) -> dict[str, Contribution]:
+    grad, shape = _full(call.grad), call.module.normalized_shape
+    found: dict[str, Contribution] = {}
+    if "weight" in wanted:
+        found["weight"] = (grad * normal).reshape(call.samples, -1, *shape).sum(1)
+    if "bias" in wanted:
+        found["bias"] = grad.reshape(call.samples, -1, *shape).sum(1)
+    return found
+
+
+def _channel_affine(call: Call, wanted: Collection[str], normal: Tensor) -> dict[str, Contribution]:
+    grad = _full(call.grad)
+    found: dict[str, Contribution] = {}
+    if "weight" in wanted:
+        found["weight"] = _channel_sum(call, grad * normal)
+    if "bias" in wanted:
+        found["bias"] = _channel_sum(call, grad)
+    return found
+
+
+def by_vmap(call: Call, wanted: Collection[str], values: Mapping[str, Tensor]) -> dict[str, Contribution]:
+    """Per-sample gradients of a module's own parameters by running it again, one sample at a time, under vmap.
+
+    `values` are all of the module's parameters at the evaluation point. For modules without a rule whose parameters
+    are used in their own forward pass; refused where that draws randomness.
+    """
+    if call.grad.shape[0] != call.samples:
+        raise ValueError(
+            f"module {call.name!r} ({type(call.module).__name__}) has no rule and its output's axis 0 is "
+            f"{call.grad.shape[0]}, not the {call.samples} samples: put the batch first"
+        )
+    own = {name: values[name] for name in wanted}
+    rest = {name: value for name, value in values.items() if name not in own}
+    names, arguments = list(call.named_args), [*call.args, *call.named_args.values()]
+    mapped = [isinstance(a, Tensor) and a.ndim > 0 and a.shape[0] == call.samples for a in arguments]
+
+    def output_along_grad(own: dict[str, Tensor], grad: Tensor, *rows: Tensor) -> Tensor:
+        row = iter(rows)
+        given = [next(row).unsqueeze(0) if m else a for m, a in zip(mapped, arguments, strict=True)]
+        positional = tuple(given[: len(call.args)])
+        named = dict(zip(names, given[len(call.args) :], strict=True))
+        output = torch.func.functional_call(call.module, {**rest, **own}, positional, named)
+        return (output.squeeze(0) * grad).sum()
+
+    rows = [a for m, a in zip(mapped, arguments, strict=True) if m]
+    per_sample = torch.func.vmap(torch.func.grad(output_along_grad), in_dims=(None, 0, *[0] * len(rows)))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")  # slow is better than wrong
+            return dict(per_sample(own, call.grad, *rows))
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"module {call.name!r} ({type(call.module).__name__}) has no rule for its parameters {sorted(wanted)} and "
+            f"vmap cannot take them sample by sample ({_first_line(error)}): freeze them, build it from layers with "
+            "rules, or move what draws randomness out of it"
+        ) from error
+
+
+def _outer(left: Tensor, right: Tensor) -> Outer:
+    samples, tokens, rows = left.shape
+    return Outer(samples=samples, tokens=tokens, rows=rows, cols=right.shape[-1], left=left, right=right)
+
+
+def _tokens(call: Call) -> Tensor:
+    """The input as (samples, tokens, features)."""
+    return _full(call.input).reshape(call.samples, -1, call.input.shape[-1])
+
+
+def _channel_sum(call: Call, tensor: Tensor) -> Tensor:
+    """(samples * windows, channels, *space) summed to (samples, channels)."""
+    return tensor.reshape(call.samples, -1, tensor.shape[1], tensor[0, 0].numel()).sum((1, 3))
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """At least float32: norms and sums are never taken in half precision."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _padded(module: Any, input: Tensor) -> Tensor:
+    """A convolution's input with the layer's own padding applied, whatever its mode."""
+    if not any(module._reversed_padding_repeated_twice):
+        return input
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return F.pad(input, module._reversed_padding_repeated_twice, mode=mode)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+_RULES: dict[Callable[..., Any], Rule] = {
+    nn.Linear.forward: _linear,
+    nn.Conv1d.forward: _convolution,
+    nn.Conv2d.forward: _convolution,
+    nn.Conv3d.forward: _convolution,
+    nn.Embedding.forward: _embedding,
+    nn.LayerNorm.forward: _layer_norm,
+    nn.RMSNorm.forward: _rms_norm,
+    nn.GroupNorm.forward: _group_norm,
+    nn.InstanceNorm1d.forward: _instance_norm,  # one function for 1, 2 and 3 dimensions
+}
+# Layers of libraries that are not imported before their user does.
+_RULES_BY_NAME: dict[str, Rule] = {"transformers.pytorch_utils.Conv1D.forward": _transposed_linear}

@@ -1,0 +1,79 @@
+"""Per-sample momentum of one micro-batch: v_i = sum_j w_j grad f(x_{t-j}; i), its norm, and the clipped sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pmlf.capture import LossFunction, Plan, capture
+from pmlf.factors import Factors, HeldBudget, ParameterGradient
+from pmlf.layers import Contribution
+
+Clipping = Literal["flat", "automatic"]
+CLIPPINGS: tuple[Clipping, ...] = ("flat", "automatic")
+_AUTOMATIC_STABILITY = 0.01
+
+
+def clip_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
+    """min(1, C/|v|), or C/(|v| + 0.01) for "automatic": either way |factor * v| <= C.
+
+    >>> clip_factors(torch.tensor([0.5, 4.0]), 1.0, "flat").tolist()
+    [1.0, 0.25]
+    """
+    if clipping == "automatic":
+        return clip_norm / (norms + _AUTOMATIC_STABILITY)
+    return clip_norm / norms.clamp(min=clip_norm)
+
+
+class SampleMomentum:
+    """v of every sample of a micro-batch, built up point by point, then clipped once and summed.
+
+    Everything in here is sensitive; only the sum leaves it.
+    """
+
+    def __init__(self, plan: Plan, samples: int, points: int) -> None:
+        self._plan = plan
+        self._samples = samples
+        self._points = points
+        self._budget = HeldBudget()
+        self._gradients = {name: ParameterGradient() for name in plan.parameters}
+        self._touched: set[str] = set()
+
+    def add_point(
+        self, model: nn.Module, values: Mapping[str, Tensor], loss_fn: LossFunction, batch: Any, weight: float
+    ) -> None:
+        """v += weight * gradient at `values`."""
+        for name, contribution in capture(model, self._plan, values, loss_fn, batch, self._samples, weight):
+            self.add(name, contribution)
+
+    def add(self, name: str, contribution: Contribution) -> None:
+        """v of parameter `name` += contribution."""
+        if isinstance(contribution, Factors):
+            self._gradients[name].add(contribution, self._points, self._budget)
+        else:
+            self._gradients[name].add_held(contribution)
+        self._touched.add(name)
+
+    def norms(self) -> Tensor:
+        """|v| of every sample over all trainable parameters, never understated; not finite where v is not."""
+        squared = torch.zeros(self._samples, dtype=torch.float64)
+        slack = torch.zeros(self._samples, dtype=torch.float64)
+        for name in self._touched:
+            norm, rounding = self._gradients[name].norms()
+            squared += norm.to(squared)
+            slack += rounding.to(slack).square()
+        return squared.sqrt() + slack.sqrt()
+
+    def clipped_sum(self, clip_norm: float, clipping: Clipping, into: Mapping[str, Tensor]) -> None:
+        """into += sum_i clip(v_i); a sample whose v is not finite adds exactly zero."""
+        norms = self.norms()
+        refused = ~norms.isfinite()
+        scale = torch.where(refused, 0.0, clip_factors(norms, clip_norm, clipping))
+        for name in self._touched:
+            gradient, out = self._gradients[name], into[name]
+            if refused.any():
+                gradient.without(refused.to(out.device))
+            gradient.add_clipped_sum(scale.to(out.device), out)

@@ -1,0 +1,150 @@
+"""Randomness: an AES-CTR key stream, keyed by the operating system for privacy or by a seed for experiments.
+
+Every use of chance asks a `Randomness` for the stream of one purpose, `stream("noise", step)`. The secure source
+answers each time with a key fresh from the operating system and keeps none, so nothing can be replayed, copied,
+forked or saved; the seeded source answers with a function of (seed, purpose, numbers).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from numpy.typing import NDArray
+from torch import Tensor
+
+CHUNK = 1 << 17  # Gaussians made at a time: the float64 work arrays stay in cache
+_ZEROS = bytes(8 * CHUNK)
+_TO_UNIT = 2.0**-53
+
+
+class Stream:
+    """The key stream of AES-256 in counter mode under one key: uniform bits, never repeated within a stream."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+
+    def words(self, count: int) -> NDArray[np.uint64]:
+        """The next `count` uniform 64-bit words."""
+        parts = [self._cipher.update(_ZEROS[: 8 * min(CHUNK, count - start)]) for start in range(0, count, CHUNK)]
+        return np.frombuffer(b"".join(parts), dtype=np.uint64)
+
+    def seed(self) -> int:
+        """One non-negative 63-bit number, for generators that take a seed."""
+        return int(self.words(1)[0] >> np.uint64(1))
+
+    def chosen(self, population: int, rate: float) -> NDArray[np.int64]:
+        """Indices of a Poisson draw: each of `population` joins independently with probability `rate`.
+
+        The probability is exact to 2^-64.
+
+        >>> Stream(bytes(32)).chosen(5, 1.0).tolist()
+        [0, 1, 2, 3, 4]
+        """
+        threshold = int(rate * 2.0**64)
+        if threshold >= 2**64:
+            return np.arange(population)
+        return np.flatnonzero(self.words(population) < np.uint64(threshold))
+
+    def add_gaussian_(self, tensor: Tensor, std: float) -> None:
+        """tensor += std * N(0, I), in place, by Box-Muller in float64 on 53-bit uniforms, chunk by chunk."""
+        if not tensor.is_contiguous():
+            raise ValueError("noise is added to contiguous tensors only")
+        flat = tensor.detach().view(-1)
+        for start in range(0, flat.numel(), CHUNK):
+            target = flat[start : start + CHUNK]
+            target.add_(torch.from_numpy(self._gaussians(target.numel(), std)).to(target))
+
+    def _gaussians(self, count: int, std: float) -> NDArray[np.float64]:
+        pairs = (count + 1) // 2
+        uniforms = (self.words(2 * pairs) >> np.uint64(11)).astype(np.float64)
+        uniforms *= _TO_UNIT
+        radius, angle = uniforms[:pairs], uniforms[pairs:]
+        # 1 - u lies in (0, 1]: the logarithm is finite.
+        radius = std * np.sqrt(-2.0 * np.log(1.0 - radius))
+        angle *= 2.0 * math.pi
+        return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+
+
+@dataclass(frozen=True)
+class SecureRandomness:
+    """Streams keyed by 32 fresh bytes of the operating system each; holds no key, so none can leak or be reused."""
+
+    reproducible = False  # whether somebody who knows the seed can subtract the noise
+    description = "AES-256-CTR, a fresh operating-system key for every draw"
+
+    def stream(self, purpose: str, *numbers: int) -> Stream:
+        return Stream(os.urandom(32))
+
+
+@dataclass(frozen=True)
+class SeededRandomness:
+    """Streams that are functions of (seed, purpose, numbers): for experiments, not for releasing a model.
+
+    >>> SeededRandomness(7).stream("noise", 0).seed() == SeededRandomness(7).stream("noise", 0).seed()
+    True
+    >>> SeededRandomness(7).stream("noise", 0).seed() == SeededRandomness(7).stream("noise", 1).seed()
+    False
+    """
+
+    seed: int
+
+    reproducible = True
+    description = "AES-256-CTR keyed by a seed: reproducible, so not for release"
+
+    def stream(self, purpose: str, *numbers: int) -> Stream:
+        text = "/".join(["pmlf", str(self.seed), purpose, *map(str, numbers)])
+        return Stream(hashlib.blake2b(text.encode(), digest_size=32).digest())
+
+
+Randomness = SecureRandomness | SeededRandomness
+
+
+def randomness_from(generator: torch.Generator | Randomness | None) -> Randomness:
+    """The operating system's randomness for None; for a seeded generator a seed of 256 bits drawn from it."""
+    if generator is None:
+        return SecureRandomness()
+    if isinstance(generator, (SecureRandomness, SeededRandomness)):
+        return generator
+    if not isinstance(generator, torch.Generator):
+        raise ValueError(
+            f"generator is a {type(generator).__name__}: give a seeded torch.Generator (for experiments) or None "
+            "(cryptographic noise keyed by the operating system)"
+        )
+    words = torch.randint(-(2**63), 2**63 - 1, (4,), generator=generator, device=generator.device).tolist()
+    return SeededRandomness(int.from_bytes(b"".join(w.to_bytes(8, "little", signed=True) for w in words)))
+
+
+@contextmanager
+def torch_seeded(stream: Stream, device: torch.device) -> Iterator[None]:
+    """Seed torch's global generators from a stream (dropout draws from them) and restore them afterwards."""
+    devices = [device] if device.type not in ("cpu", "mps") else []
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(stream.seed())
+        yield
+
+
+def keyed_uniforms(stream: Stream, samples: Tensor, draws: int) -> Tensor:
+    """Uniforms in [0, 1) of shape (samples, draws); row i depends on the stream's key and samples[i] alone.
+
+    So however a logical batch is cut into micro-batches, a sample is augmented alike.
+    """
+    key = np.uint64(stream.words(1)[0])
+    columns = np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    rows = _mixed(_mixed(samples.cpu().numpy().astype(np.uint64)) ^ key)
+    return torch.from_numpy((_mixed(rows[:, None] + columns) >> np.uint64(11)).astype(np.float64) * _TO_UNIT)
+
+
+def _mixed(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser: a bijection that sends neighbouring integers far apart (not cryptographic)."""
+    word = word + np.uint64(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))

@@ -1,0 +1,253 @@
+"""The private step: the one place where the stages meet, so that the order that makes it private is written once.
+
+accumulate (sensitive): micro-batches -> per-sample momentum at the evaluation points -> one clip -> sum
+release (public from the noise on): sum -> + noise -> / B -> filter -> p.grad
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pmlf.arguments import require_positive
+from pmlf.batches import batch_size, select
+from pmlf.capture import LossFunction, Plan
+from pmlf.filters import FilterMemory
+from pmlf.methods import Method, resolve
+from pmlf.momentum import CLIPPINGS, Clipping, SampleMomentum
+from pmlf.noise import Randomness, keyed_uniforms, randomness_from, torch_seeded
+from pmlf.points import History
+from pmlf.validation import check_samples, refuse_unsafe_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """A change to each sample by its own uniforms: function(batch, uniforms (samples, draws)) -> batch.
+
+    Drawn once a step and sample, or anew at every evaluation point (`per_point`): same sensitivity, less variance.
+    """
+
+    function: Callable[[Any, Tensor], Any]
+    draws: int
+    per_point: bool = False
+
+
+class PrivateStep:
+    """One differentially private step for one's own training loop.
+
+    Call `accumulate` on every micro-batch of a Poisson-drawn logical batch (not at all if it is empty), then
+    `release`, which leaves the filtered private gradient in `p.grad` of every trainable parameter, then
+    `optimizer.step()`.
+
+    Guarantees: adding or removing one sample moves the sum before noise by at most C; noise of standard deviation
+    noise_multiplier * C is added to it once per release; all that follows is post-processing. What it cannot see is how
+    the batch was drawn: draw it by `pmlf.sampling.PoissonBatches`, or use `make_private`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        *,
+        method: Method | str = "dp-pmlf",
+        clip_norm: float = 1.0,
+        noise_multiplier: float,
+        expected_batch_size: float,
+        generator: torch.Generator | Randomness | None = None,
+        clipping: Clipping = "flat",
+        augmentation: Augmentation | None = None,
+    ) -> None:
+        refuse_unsafe_model(model)
+        require_positive("clip_norm", clip_norm, "it bounds one sample's part in the sum; the paper uses 1.0")
+        require_positive("expected_batch_size", expected_batch_size, "it is q * n, a public number")
+        if noise_multiplier != 0.0:
+            require_positive("noise_multiplier", noise_multiplier, "take it from pmlf.accounting.noise_multiplier")
+        if clipping not in CLIPPINGS:
+            raise ValueError(f"clipping={clipping!r} is not known: give one of {', '.join(CLIPPINGS)}")
+        if noise_multiplier == 0.0:
+            warnings.warn("noise_multiplier=0: no noise is added and nothing is private", stacklevel=2)
+        self.model = model
+        self.loss_fn = loss_fn
+        self.method = resolve(method)
+        self.clip_norm = clip_norm
+        self.noise_multiplier = noise_multiplier
+        self.expected_batch_size = expected_batch_size
+        self.clipping: Clipping = clipping
+        self.augmentation = augmentation
+        self.randomness = randomness_from(generator)
+        self._plan = Plan.of(model)
+        self._history = History(self.method.points.depth)
+        self._filter = FilterMemory(self.method.low_pass)
+        self._releases = 0
+        self._pending: _Pending | None = None
+        self._torn = False
+        self._checked = 0  # samples of the largest check passed: 0, 1 or 2
+
+    @property
+    def releases(self) -> int:
+        """How many private gradients were released so far: the events to account for."""
+        return self._releases
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The trainable parameters, in the model's order."""
+        parameters = dict(self.model.named_parameters())
+        return [parameters[name] for name in self._plan.parameters]
+
+    def accumulate(self, micro_batch: Any, *, samples: Tensor | None = None) -> None:
+        """Add the clipped momentum of a micro-batch's samples to the pending sum: all of them, or nothing.
+
+        `samples` numbers the samples for augmentation; by default they are counted through the logical batch.
+        """
+        self._refuse_torn()
+        self._refuse_changed_model()
+        size = batch_size(micro_batch)
+        pending = self._pending or _Pending(fingerprint=_fingerprint(self.trained))
+        if size == 0:
+            self._pending = pending
+            return
+        if samples is None:
+            samples = torch.arange(pending.samples, pending.samples + size)
+        self._check_first(micro_batch, size)
+        momentum = self._momentum(micro_batch, size, samples, pending.micro_batches)
+        sums = self._zeros() if pending.sums is None else {name: s.clone() for name, s in pending.sums.items()}
+        momentum.clipped_sum(self.clip_norm, self.clipping, sums)
+        self._pending = _Pending(
+            fingerprint=pending.fingerprint,
+            sums=sums,
+            samples=pending.samples + size,
+            micro_batches=pending.micro_batches + 1,
+        )
+
+    def release(self) -> None:
+        """Add noise, divide by the expected batch size, filter, and leave the result in `p.grad`; forget the sum."""
+        self._refuse_torn()
+        self._refuse_changed_model()
+        parameters = self.trained
+        pending = None if self._pending is None else self._pending.sums
+        values = list((pending or self._zeros()).values())  # an empty batch is a step like any other
+        self._torn = True
+        noise = self.randomness.stream("noise", self._releases)
+        for value in values:
+            if self.noise_multiplier > 0.0:
+                noise.add_gaussian_(value, self.noise_multiplier * self.clip_norm)
+            value.div_(self.expected_batch_size)
+        self._history.remember(parameters)
+        for parameter, filtered in zip(parameters, self._filter.apply(values), strict=True):
+            parameter.grad = filtered.to(parameter.dtype)
+        self._pending = None
+        self._releases += 1
+        self._torn = False
+
+    def discard(self) -> None:
+        """Forget a pending sum: nothing was released, nothing is spent."""
+        self._refuse_torn()
+        self._pending = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step count, filter memory and past iterates: released values only. Raises while a sum is pending."""
+        self._refuse_torn()
+        if self._pending is not None:
+            raise RuntimeError("a sum is pending, which is sensitive: call release() or discard() before state_dict()")
+        return {
+            "method": self.method.name,
+            "releases": self._releases,
+            "filter": self._filter.state_dict(),
+            "history": self._history.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state of a step with the same method and model."""
+        if self._pending is not None:
+            raise RuntimeError("a sum is pending: call release() or discard() before load_state_dict()")
+        if state["method"] != self.method.name:
+            raise ValueError(f"the state is of method {state['method']!r}, this step runs {self.method.name!r}")
+        releases = state["releases"]
+        if isinstance(releases, bool) or not isinstance(releases, int) or releases < 0:
+            raise ValueError(f"the state counts releases={releases!r}: a whole number of at least 0 is needed")
+        history = History(self.method.points.depth)
+        history.load_state_dict(state["history"], like=self.trained)
+        memory = FilterMemory(self.method.low_pass)
+        memory.load_state_dict(state["filter"])
+        self._history, self._filter, self._releases, self._torn = history, memory, releases, False
+
+    def _momentum(self, batch: Any, size: int, samples: Tensor, micro_batch: int) -> SampleMomentum:
+        """v of every sample of a micro-batch: the loss's gradients at the evaluation points, weighted and added."""
+        points = self.method.points.at(self._releases)
+        momentum = SampleMomentum(self._plan, size, len(points))
+        device = self.trained[0].device
+        views = self._views(batch, samples, len(points))
+        for index, (point, view) in enumerate(zip(points, views, strict=True)):
+            values = dict(zip(self._plan.parameters, self._history.evaluate(point, self.trained), strict=True))
+            with torch_seeded(self.randomness.stream("dropout", self._releases, micro_batch, index), device):
+                momentum.add_point(self.model, values, self.loss_fn, view, point.weight)
+        return momentum
+
+    def _views(self, batch: Any, samples: Tensor, points: int) -> Sequence[Any]:
+        """The batch as each evaluation point sees it."""
+        if self.augmentation is None:
+            return [batch] * points
+
+        def augmented(augmentation: Augmentation, point: int) -> Any:
+            stream = self.randomness.stream("augmentation", self._releases, point)
+            return augmentation.function(batch, keyed_uniforms(stream, samples, augmentation.draws))
+
+        if self.augmentation.per_point:
+            return [augmented(self.augmentation, point) for point in range(points)]
+        return [augmented(self.augmentation, 0)] * points
+
+    def _check_first(self, batch: Any, size: int) -> None:
+        """Once on a single sample and once on a pair: do factors and plain autograd agree, sample by sample?"""
+        few = min(size, 2)
+        if self._checked < few:
+            check_samples(self.model, self._plan, self.loss_fn, select(batch, slice(0, few)), self.clip_norm)
+            self._checked = few
+
+    def _zeros(self) -> dict[str, Tensor]:
+        """A sum of nothing, at least in float32, in the parameters' order."""
+        return {
+            name: torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+            for name, p in zip(self._plan.parameters, self.trained, strict=True)
+        }
+
+    def _refuse_torn(self) -> None:
+        if self._torn:
+            raise RuntimeError(
+                "a release was interrupted halfway: go back to a saved state (load_state_dict) or build a new step"
+            )
+
+    def _refuse_changed_model(self) -> None:
+        names = tuple(name for name, p in self.model.named_parameters() if p.requires_grad)
+        if names != self._plan.parameters:
+            changed = sorted(set(names) ^ set(self._plan.parameters))
+            raise RuntimeError(
+                f"the set of trainable parameters changed since the step was built ({', '.join(changed)}): "
+                "build a new PrivateStep"
+            )
+        if self._pending is not None and self._pending.fingerprint != _fingerprint(self.trained):
+            raise RuntimeError(
+                "parameters changed between accumulate and release, so the pending sum is of another iterate: "
+                "call optimizer.step() only after release(), or discard() the sum"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pending:
+    """The sum of a logical batch so far. Replaced as a whole, so that an interrupted accumulate changes nothing."""
+
+    fingerprint: tuple[tuple[int, int], ...]
+    sums: dict[str, Tensor] | None = None
+    samples: int = 0
+    micro_batches: int = 0
+
+
+def _fingerprint(parameters: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Version and a sum of the bits of each parameter: `p.data` can be changed without a new version."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = [p.detach().view(integers[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
+    return tuple((p._version, int(b)) for p, b in zip(parameters, bits, strict=True))

@@ -1,0 +1,311 @@
+"""`make_private`: a model, an optimizer and a dataset made into a private run of T steps."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from pmlf import accounting
+from pmlf.arguments import require_count, require_positive
+from pmlf.batches import to_device
+from pmlf.capture import LossFunction
+from pmlf.certificate import certificate
+from pmlf.methods import Method
+from pmlf.momentum import Clipping
+from pmlf.noise import Randomness, SecureRandomness, SeededRandomness
+from pmlf.sampling import LogicalBatch, PoissonBatches, population
+from pmlf.step import Augmentation, PrivateStep
+
+
+def make_private(
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    dataset: Any,
+    loss_fn: LossFunction,
+    method: Method | str = "dp-pmlf",
+    target_epsilon: float | None = None,
+    target_delta: float,
+    noise_multiplier: float | None = None,
+    batch_size: float,
+    epochs: float | None = None,
+    steps: int | None = None,
+    clip_norm: float = 1.0,
+    clipping: Clipping = "flat",
+    max_physical_batch_size: int = 256,
+    seed: int | None = None,
+    scheduler: LRScheduler | None = None,
+    augmentation: Augmentation | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    device: torch.device | str | None = None,
+) -> PrivateRun:
+    """A `PrivateRun` whose T steps together are (target_epsilon, target_delta)-DP for adding or removing one record.
+
+    `batch_size` is the expected size B of a Poisson draw; T = ceil(epochs * n / B) unless `steps` gives it. `loss_fn`
+    takes (model, batch) and returns one loss a sample. The noise is calibrated to `target_epsilon`, or given.
+    `seed=None` means cryptographic noise and sampling; a seed makes the run reproducible, and so not fit for release.
+    `scheduler.step()` is called once after every step. What would break the guarantee is refused before any training.
+    """
+    records = population(dataset)
+    delta = _checked_delta(target_delta, records)
+    planned = _planned_steps(epochs, steps, records, batch_size)
+    if not 0.0 < batch_size <= records:
+        raise ValueError(
+            f"batch_size={batch_size} is not in (0, {records}]: it is the expected number of samples a step, at most "
+            "the size of the dataset"
+        )
+    if (target_epsilon is None) == (noise_multiplier is None):
+        raise ValueError("give target_epsilon or noise_multiplier, one of the two")
+    if noise_multiplier is None:
+        assert target_epsilon is not None
+        noise_multiplier = accounting.noise_multiplier(
+            target_epsilon=target_epsilon, target_delta=delta, sample_rate=batch_size / records, steps=planned
+        )
+    else:
+        require_positive("noise_multiplier", noise_multiplier, "without noise nothing is private")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ValueError(f"seed={seed!r} is not a whole number or None")
+    _check_optimizer(model, optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau follows a loss, which is sensitive: use a scheduler of the step count alone"
+        )
+    randomness: Randomness = SecureRandomness() if seed is None else SeededRandomness(seed)
+    if device is not None:
+        model.to(device)
+    private_step = PrivateStep(
+        model,
+        loss_fn,
+        method=method,
+        clip_norm=clip_norm,
+        noise_multiplier=noise_multiplier,
+        expected_batch_size=batch_size,
+        generator=randomness,
+        clipping=clipping,
+        augmentation=augmentation,
+    )
+    sampler = PoissonBatches(
+        dataset,
+        expected_batch_size=batch_size,
+        randomness=randomness,
+        max_physical_batch_size=max_physical_batch_size,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        device=private_step.trained[0].device,
+    )
+    return PrivateRun(private_step, sampler, optimizer, scheduler, planned, delta)
+
+
+class PrivateRun:
+    """T private steps: `for batch in run.batches(): run.step(batch)`. Made by `make_private`."""
+
+    def __init__(
+        self,
+        private_step: PrivateStep,
+        sampler: PoissonBatches,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        steps: int,
+        delta: float,
+    ) -> None:
+        self.private_step = private_step
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.steps = steps
+        self.delta = delta
+        self._sampler = sampler
+        self._due: LogicalBatch | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self.private_step.model
+
+    @property
+    def steps_done(self) -> int:
+        return self.private_step.releases
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in which every record is drawn once on average."""
+        return math.ceil(1.0 / self._sampler.rate - 1e-9)
+
+    def batches(self) -> Iterator[LogicalBatch]:
+        """The logical batches of the steps that are left, each to be given to `step` once, in order, empty ones too."""
+        for batch in self._sampler.batches(self.steps_done, self.steps):
+            self._due = batch
+            yield batch
+            if self.steps_done == batch.step:
+                raise RuntimeError(
+                    f"the batch of step {batch.step} was drawn but not stepped: every draw is a step, also an empty one"
+                )
+
+    def step(self, batch: LogicalBatch) -> None:
+        """One private step on a batch that `batches` issued: all or nothing, and then it is spent."""
+        if not isinstance(batch, LogicalBatch) or batch is not self._due or batch.used:
+            raise ValueError(
+                "this batch was not issued by run.batches(), or was used already: give each issued batch to run.step "
+                "once"
+            )
+        self._due = None
+        try:
+            for indices, micro_batch in batch.numbered():
+                self.private_step.accumulate(micro_batch, samples=indices)
+        except BaseException:
+            self.private_step.discard()
+            raise
+        self.private_step.release()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def epsilon(self) -> float:
+        """Spent so far, at the run's delta, by the PLD accountant."""
+        return accounting.epsilon(
+            noise_multiplier=self.private_step.noise_multiplier,
+            sample_rate=self._sampler.rate,
+            steps=self.steps_done,
+            delta=self.delta,
+        )
+
+    def certificate(self) -> dict[str, Any]:
+        """The mechanism, its public constants and the epsilon they give; JSON-ready."""
+        step = self.private_step
+        return certificate(
+            method=step.method,
+            clipping=step.clipping,
+            population=self._sampler.population,
+            expected_batch_size=step.expected_batch_size,
+            noise_multiplier=step.noise_multiplier,
+            clip_norm=step.clip_norm,
+            planned_steps=self.steps,
+            released_steps=self.steps_done,
+            delta=self.delta,
+            randomness=step.randomness.description,
+            reproducible=step.randomness.reproducible,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything released, at a step boundary: never a pending sum, a key or a sample."""
+        return {
+            "mechanism": self._mechanism(),
+            "private_step": self.private_step.state_dict(),
+            # copies: torch's own state dicts share their tensors with the running objects
+            "model": copy.deepcopy(self.model.state_dict()),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "scheduler": None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue a run of the same mechanism from its saved state."""
+        for name, value in self._mechanism().items():
+            if state["mechanism"].get(name) != value:
+                raise ValueError(
+                    f"the state has {name}={state['mechanism'].get(name)!r} and this run has {value!r}: a resumed run "
+                    "must keep its mechanism"
+                )
+        if (state["scheduler"] is None) != (self.scheduler is None):
+            raise ValueError("the state and this run differ in having a scheduler: build the run as it was")
+        self.private_step.load_state_dict(state["private_step"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self._due = None
+
+    def _mechanism(self) -> dict[str, Any]:
+        step = self.private_step
+        return {
+            "method": repr(step.method),
+            "clipping": step.clipping,
+            "records": self._sampler.population,
+            "expected_batch_size": step.expected_batch_size,
+            "noise_multiplier": step.noise_multiplier,
+            "clip_norm": step.clip_norm,
+            "steps": self.steps,
+            "delta": self.delta,
+        }
+
+
+def evaluate(
+    model: nn.Module,
+    dataset: Any,
+    *,
+    logits: Callable[[nn.Module, Any], Tensor] = lambda model, batch: model(batch[0]),
+    labels: Callable[[Any], Tensor] = lambda batch: batch[1],
+    batch_size: int = 500,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> float:
+    """Accuracy on held-out records, which are not protected: a fraction. Eval mode, no gradients, mode restored."""
+    population(dataset)
+    device = next(model.parameters()).device
+    was_training = model.training
+    correct = total = 0
+    model.eval()
+    try:
+        loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate_fn, generator=torch.Generator())
+        with torch.inference_mode():
+            for batch in loader:
+                moved = to_device(batch, device)
+                truth = labels(moved)
+                correct += int((logits(model, moved).argmax(-1) == truth).sum())
+                total += len(truth)
+    finally:
+        model.train(was_training)
+    return correct / total
+
+
+def _checked_delta(delta: float, records: int) -> float:
+    if not 0.0 < delta < 1.0:
+        raise ValueError(
+            f"target_delta={delta} is not in (0, 1): choose well below 1/n, here below {1.0 / records:.2g}"
+        )
+    if delta >= 1.0 / records:
+        warnings.warn(
+            f"target_delta={delta} is not below 1/n = {1.0 / records:.3g}: such a delta allows publishing a record "
+            "outright; choose a smaller one",
+            stacklevel=3,
+        )
+    return delta
+
+
+def _planned_steps(epochs: float | None, steps: int | None, records: int, batch_size: float) -> int:
+    if (epochs is None) == (steps is None):
+        raise ValueError("give epochs or steps, one of the two")
+    if steps is not None:
+        require_count("steps", steps, "it counts the noisy gradients that are released")
+        return steps
+    assert epochs is not None
+    require_positive("epochs", epochs, "an epoch is n / batch_size steps")
+    require_positive("batch_size", batch_size, "it is the expected number of samples a step")
+    return math.ceil(epochs * records / batch_size - 1e-9)
+
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates a closure several times a step, which is not accounted for: use SGD or Adam")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError("SparseAdam needs sparse gradients, and noise is dense: use Adam")
+    names = {id(p): name for name, p in model.named_parameters()}
+    given = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if any(key not in names for key in given):
+        raise ValueError(
+            "the optimizer holds parameters that are not the model's: build it on the model that is trained, after "
+            "pmlf.fix_model and any replacement"
+        )
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in set(given)]
+    if missing:
+        raise ValueError(
+            f"parameter {missing[0]!r} is trainable but not in the optimizer: give it to the optimizer, or freeze it "
+            "(requires_grad_(False))"
+        )

@@ -1,0 +1,221 @@
+"""What cannot be private, said before training starts; and whether factors and plain autograd agree on real samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.module import register_module_forward_hook
+
+from pmlf.batches import batch_size, select
+from pmlf.capture import LossFunction, Plan, capture, per_sample_loss
+from pmlf.factors import Factors, squared_norms
+from pmlf.methods import Method, resolve
+from pmlf.momentum import SampleMomentum, clip_factors
+from pmlf.noise import SeededRandomness, torch_seeded
+
+_FIX = "pmlf.fix_model(model) replaces it"
+
+
+def refuse_unsafe_model(model: nn.Module) -> None:
+    """Raise ValueError naming the first layer that mixes samples, keeps statistics of the data, or hides gradients."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}: a torch.nn.Module is needed")
+    for name, module in model.named_modules():
+        reason = _unsafe(module)
+        if reason is not None:
+            raise ValueError(f"layer {name!r} ({type(module).__name__}) {reason}")
+
+
+def _unsafe(module: nn.Module) -> str | None:
+    if isinstance(module, _BatchNorm):
+        return f"mixes the samples of a batch and saves their statistics without noise: {_FIX} by GroupNorm"
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        return f"saves running statistics of the data without noise: set track_running_stats=False, or {_FIX}"
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        if module.max_norm is not None:
+            return "rewrites its weights in the forward pass (max_norm), without noise: build it without max_norm"
+        if module.scale_grad_by_freq:
+            return "scales a sample's gradient by the other samples (scale_grad_by_freq): build it without"
+        if module.sparse:
+            return "asks for sparse gradients, and noise is dense: build it with sparse=False"
+    if isinstance(module, nn.MultiheadAttention) and any(p.requires_grad for p in module.parameters()):
+        return f"keeps its projections where per-sample gradients cannot be taken: {_FIX} by Linear layers with SDPA"
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values()):
+        return "is not initialised yet (lazy): run the model once on public or synthetic inputs first"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What `check` verified; it raises where something does not hold."""
+
+    samples: int
+    parameters: int
+    points: int
+
+
+def check(
+    model: nn.Module, loss_fn: LossFunction, batch: Any, *, method: Method | str = "dp-pmlf", clip_norm: float = 1.0
+) -> Checked:
+    """Verify a model and its loss on a small batch, in eval mode, changing neither; raise ValueError naming what fails.
+
+    Verified: every layer can be private; `loss_fn` gives one loss a sample; a sample's gradient does not depend on the
+    others; norms and clipped sum from the layers' factors agree with plain autograd, one sample at a time.
+    The error never quotes values computed from the batch.
+    """
+    refuse_unsafe_model(model)
+    points = resolve(method).points
+    weights = [point.weight for point in points.at(points.depth)]
+    plan = Plan.of(model)
+    check_samples(model, plan, loss_fn, batch, clip_norm, weights)
+    return Checked(samples=batch_size(batch), parameters=len(plan.parameters), points=len(weights))
+
+
+def check_samples(
+    model: nn.Module, plan: Plan, loss_fn: LossFunction, batch: Any, clip_norm: float, weights: Sequence[float] = (1.0,)
+) -> None:
+    """Compare norm and clipped sum with plain autograd, one sample at a time, on all samples of a small batch."""
+    samples = batch_size(batch)
+    singles = [select(batch, slice(i, i + 1)) for i in range(samples)]
+    with _as_in_evaluation(model), _half_precision_seen() as half:
+        ours = _from_factors(model, plan, loss_fn, batch, clip_norm, weights)
+        reference = _from_autograd(model, loss_fn, singles, clip_norm, sum(weights))
+        tolerance = _HALF_PRECISION if half else _FULL_PRECISION
+        wrong = _difference(ours, reference, clip_norm, tolerance)
+        if wrong is None:
+            return
+        agree_alone = [
+            _difference(
+                _from_factors(model, plan, loss_fn, single, clip_norm, weights),
+                _from_autograd(model, loss_fn, [single], clip_norm, sum(weights)),
+                clip_norm,
+                tolerance,
+            )
+            is None
+            for single in singles
+        ]
+    if samples > 1 and all(agree_alone):
+        raise ValueError(
+            f"a sample's gradient depends on the other samples of its batch (seen at parameter {wrong!r}): look for an "
+            "operation across axis 0, a layer that puts the batch second (batch_first), or randomness in eval mode"
+        )
+    raise ValueError(
+        f"the gradient of parameter {wrong!r} does not come through its own layer's forward pass: look for a penalty "
+        "on weights inside loss_fn (use the optimizer's weight_decay), a weight used outside its layer "
+        "(F.linear(x, other.weight)), or randomness in eval mode"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    norms: Tensor  # (samples,)
+    sums: dict[str, Tensor]
+    spread: Tensor  # (samples,): the size of what was added up, however much of it cancelled
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tolerance:
+    """What rounding may do: relative to the result, and relative to the terms that were added to get it."""
+
+    relative: float
+    of_spread: float
+
+
+_FULL_PRECISION = _Tolerance(relative=1e-3, of_spread=1e-5)
+_HALF_PRECISION = _Tolerance(relative=5e-2, of_spread=2e-3)
+
+
+def _from_factors(
+    model: nn.Module, plan: Plan, loss_fn: LossFunction, batch: Any, clip_norm: float, weights: Sequence[float]
+) -> _Outcome:
+    values = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    samples = batch_size(batch)
+    momentum = SampleMomentum(plan, samples, len(weights))
+    spread = torch.zeros(samples, dtype=torch.float64)
+    for weight in weights:
+        for name, contribution in capture(model, plan, values, loss_fn, batch, samples, weight):
+            if isinstance(contribution, Factors):
+                spread += contribution.spread(slice(0, samples)).cpu()
+            momentum.add(name, contribution)
+    norms = momentum.norms()
+    sums = _zero_sums(model)
+    momentum.clipped_sum(clip_norm, "flat", sums)
+    return _Outcome(norms=norms, sums=sums, spread=spread)
+
+
+def _from_autograd(
+    model: nn.Module, loss_fn: LossFunction, singles: Sequence[Any], clip_norm: float, weight: float
+) -> _Outcome:
+    """One sample at a time; one sum is kept, so that large models need little more than their own size."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sums, norms = _zero_sums(model), []
+    for single in singles:
+        loss = per_sample_loss(loss_fn(model, single), 1)
+        found = torch.autograd.grad(loss.sum(), list(parameters.values()), allow_unused=True)
+        grads = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+        squares = [squared_norms(g.reshape(1, -1)).cpu() for g in grads.values()]
+        norm = weight * torch.stack(squares).sum().sqrt()
+        if bool(norm.isfinite()):
+            for name, grad in grads.items():
+                sums[name].add_(grad, alpha=weight * float(clip_factors(norm, clip_norm, "flat")))
+        norms.append(norm)
+    return _Outcome(norms=torch.stack(norms), sums=sums, spread=torch.zeros(len(norms)))
+
+
+def _zero_sums(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def _difference(ours: _Outcome, reference: _Outcome, clip_norm: float, tolerance: _Tolerance) -> str | None:
+    """The parameter where two outcomes differ most, or None where they agree but for rounding."""
+    finite = ours.norms.isfinite() & reference.norms.isfinite()
+    allowed = tolerance.relative * reference.norms + tolerance.of_spread * ours.spread + 1e-12
+    close = ((ours.norms - reference.norms).abs() <= allowed) | ~finite
+    same = bool((ours.norms.isfinite() == reference.norms.isfinite()).all())
+    scale = sum(float(squared_norms(s.view(1, -1))) for s in reference.sums.values()) ** 0.5
+    rounding = float((ours.spread * clip_factors(ours.norms, clip_norm, "flat"))[finite].sum())
+    distances = {name: float((ours.sums[name] - s).norm()) for name, s in reference.sums.items()}
+    worst = max(distances, key=lambda name: distances[name])
+    sums_agree = distances[worst] <= tolerance.relative * scale + tolerance.of_spread * rounding + 1e-12
+    return None if same and bool(close.all()) and sums_agree else worst
+
+
+@contextmanager
+def _as_in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Eval mode (no dropout), gradients on, and everything as it was afterwards."""
+    device = next(model.parameters()).device
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.enable_grad(), torch_seeded(SeededRandomness(0).stream("check"), device):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def _half_precision_seen() -> Iterator[list[bool]]:
+    """A list that is not empty once some layer has returned half precision (autocast inside `loss_fn`)."""
+    seen: list[bool] = []
+
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.dtype in (torch.bfloat16, torch.float16) and not seen:
+            seen.append(True)
+
+    handle = register_module_forward_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()

@@ -1,0 +1,20 @@
+"""What every test shares: threads under xdist, and where real data is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # one worker a core: more threads than that only fight
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path | None:
+    """A folder of real datasets laid out as the hub lays them out, or None: PMLF_DATA, or ../shared/data."""
+    given = os.environ.get("PMLF_DATA")
+    folder = Path(given) if given else Path(__file__).resolve().parents[2] / "shared" / "data"
+    return folder if folder.is_dir() else None

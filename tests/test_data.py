@@ -1,0 +1,271 @@
+"""Data: the packaged dataset, the hub's layout in a folder, batches, and errors that say what to do."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch.utils.data import DataLoader, Subset
+
+from pmlf import data
+
+
+@pytest.fixture(scope="module")
+def small() -> data.ImageData:
+    return data.load()
+
+
+def write_split(
+    folder: Path,
+    split: str,
+    images: NDArray[np.uint8],
+    labels: list[int],
+    *,
+    columns: tuple[str, str],
+    encoding: str,
+) -> None:
+    """A parquet file of the hub's schema: encoded images in a struct of bytes and path, integer labels."""
+    encoded = []
+    for image in images:
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, encoding, lossless=True)
+        encoded.append({"bytes": buffer.getvalue(), "path": None})
+    image_type = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table({columns[0]: pa.array(encoded, image_type), columns[1]: pa.array(labels, pa.int64())})
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, folder / f"{split}-00000-of-00001.parquet")
+
+
+def write_dataset(root: Path, name: str, *, labels: list[int], size: int | None = None) -> NDArray[np.uint8]:
+    """A small random dataset in the hub's layout, equal in both splits; returns its images (N, C, H, W)."""
+    spec = data.IMAGE_DATASETS[name]
+    side = size or spec.image_size
+    shape = (len(labels), side, side) if spec.in_channels == 1 else (len(labels), side, side, 3)
+    images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    for split in data.SPLITS:
+        write_split(
+            root / spec.hub_id / "any_config",
+            split,
+            images,
+            labels,
+            columns=(spec.image_column, spec.label_column),
+            encoding="PNG" if spec.in_channels == 1 else "WEBP",
+        )
+    return images.reshape(len(labels), side, side, spec.in_channels).transpose(0, 3, 1, 2)
+
+
+def test_packaged_data_is_balanced_shuffled_and_uint8(small: data.ImageData) -> None:
+    for split, per_class in ((small.train, 1200), (small.test, 200)):
+        assert split.images.dtype == torch.uint8 and split.labels.dtype == torch.int64
+        assert split.images.shape == (10 * per_class, 1, 28, 28)
+        assert torch.bincount(split.labels).tolist() == [per_class] * 10
+        assert set(split.labels[:100].tolist()) == set(range(10))
+    assert small.name == data.DEFAULT
+    assert (small.classes, small.in_channels, small.image_size) == (10, 1, 28)
+
+
+def test_packaged_data_needs_neither_folder_nor_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setenv(data.DATA_DIR_VARIABLE, "nowhere")
+    assert len(data.load("fashion-mnist-small").train) == 12000
+
+
+def test_packaged_images_are_the_first_of_each_class_of_the_real_data(
+    small: data.ImageData, shared_data: Path | None, tmp_path: Path
+) -> None:
+    root = shared_data
+    if root is None:  # then the packaged images themselves, behind strangers of a class that is already full
+        root = tmp_path
+        for split, part in (("train", small.train), ("test", small.test)):
+            images = np.concatenate([part.images[:, 0].numpy(), np.zeros((3, 28, 28), np.uint8)])
+            write_split(
+                root / "zalando-datasets/fashion_mnist/fashion_mnist",
+                split,
+                images,
+                [*part.labels.tolist(), 0, 5, 9],
+                columns=("image", "label"),
+                encoding="PNG",
+            )
+    whole = data.load("fashion-mnist", root)
+    for kept, original, per_class in ((small.train, whole.train, 1200), (small.test, whole.test, 200)):
+        one_hot = torch.nn.functional.one_hot(original.labels, 10)
+        rank = (one_hot.cumsum(0) * one_hot).sum(1)  # an image's place among its class, from 1
+        first = rank <= per_class
+        assert torch.equal(kept.images, original.images[first])
+        assert torch.equal(kept.labels, original.labels[first])
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10", "cifar100"])
+def test_folder_in_the_hubs_layout_gives_the_same_pixels_and_labels(name: str, tmp_path: Path) -> None:
+    spec = data.IMAGE_DATASETS[name]
+    labels = [0, spec.classes - 1, 3]
+    images = write_dataset(tmp_path, name, labels=labels)
+    loaded = data.load(name, tmp_path)
+    assert (loaded.classes, loaded.in_channels, loaded.image_size) == (
+        spec.classes,
+        spec.in_channels,
+        spec.image_size,
+    )
+    for split in (loaded.train, loaded.test):
+        assert torch.equal(split.images, torch.from_numpy(images.copy()))
+        assert split.images.is_contiguous()
+        assert split.labels.tolist() == labels
+
+
+def test_environment_variable_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_dataset(tmp_path, "mnist", labels=[1, 2])
+    monkeypatch.setenv(data.DATA_DIR_VARIABLE, str(tmp_path))
+    assert data.load("mnist").train.labels.tolist() == [1, 2]
+
+
+def test_images_are_normalised_by_the_published_constants(small: data.ImageData) -> None:
+    image, label = small.train[5]
+    expected = (small.train.images[5].float() / 255 - 0.2860) / 0.3530
+    torch.testing.assert_close(image, expected, rtol=0, atol=1e-6)
+    assert image.dtype == torch.float32 and label == int(small.train.labels[5])
+
+
+@pytest.mark.parametrize("indices", [[3, 0, 11999, 3], [7], list(range(100))])
+def test_batch_fetch_equals_item_fetch(small: data.ImageData, indices: list[int]) -> None:
+    images, labels = data.collate(small.train.__getitems__(indices))
+    one_by_one_images, one_by_one_labels = data.collate([small.train[index] for index in indices])
+    assert torch.equal(images, one_by_one_images)
+    assert torch.equal(labels, one_by_one_labels)
+    assert images.dtype == torch.float32 and labels.dtype == torch.int64
+
+
+def test_no_indices_give_an_empty_batch_of_the_right_shape(small: data.ImageData) -> None:
+    images, labels = data.collate(small.train.__getitems__([]))
+    assert images.shape == (0, 1, 28, 28) and images.dtype == torch.float32
+    assert labels.shape == (0,) and labels.dtype == torch.int64
+
+
+def test_fetching_leaves_the_stored_images_alone(small: data.ImageData) -> None:
+    before = small.test.images.clone()
+    small.test.__getitems__([0, 1])
+    small.test[0][0].zero_()
+    assert torch.equal(small.test.images, before)
+
+
+def test_loaders_subsets_and_the_default_collate_all_agree(small: data.ImageData) -> None:
+    part = Subset(small.test, range(50, 60))
+    fast = next(iter(DataLoader(part, batch_size=10, collate_fn=data.collate)))
+    default = next(iter(DataLoader(part, batch_size=10)))
+    direct = data.collate(small.test.__getitems__(range(50, 60)))
+    for images, labels in (fast, default):
+        assert torch.equal(images, direct[0])
+        assert torch.equal(labels, direct[1])
+
+
+def test_fetched_items_are_a_sequence(small: data.ImageData) -> None:
+    items = small.test.__getitems__([4, 5, 6])
+    assert len(items) == 3 and items[1][1] == small.test[5][1]
+    assert torch.equal(items[1:].images, small.test.__getitems__([5, 6]).images)
+
+
+def test_iteration_ends(small: data.ImageData) -> None:
+    with pytest.raises(IndexError):
+        small.test[2000]
+
+
+def test_unknown_name_lists_the_names() -> None:
+    with pytest.raises(ValueError, match="'svhn': choose one of fashion-mnist-small, mnist,"):
+        data.load("svhn")
+
+
+def test_folder_without_the_dataset_names_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no parquet file under uoft-cs/cifar10: put the hub's files there"):
+        data.load("cifar10", tmp_path)
+
+
+def test_missing_datasets_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'dp-pmlf\[data\]'"):
+        data.load("mnist", tmp_path)
+
+
+@pytest.mark.parametrize("environment", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}])
+def test_without_folder_or_network_the_error_comes_soon_and_says_what_to_do(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    code = """
+import time, datasets, huggingface_hub
+from pmlf import data
+start = time.perf_counter()
+try:
+    data.load("cifar100")
+except ValueError as error:
+    print(f"{time.perf_counter() - start:.1f} {error}")
+"""
+    variables = {key: value for key, value in os.environ.items() if key != data.DATA_DIR_VARIABLE}
+    variables |= {"PYTHONPATH": str(Path(data.__file__).parents[1]), "HF_HOME": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=variables | {"NO_PROXY": "127.0.0.1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    seconds, sentence = result.stdout.split(" ", 1)
+    assert float(seconds) < 8
+    assert "cannot reach 'uoft-cs/cifar100'" in sentence
+    assert "give data_dir or PMLF_DATA" in sentence and "'fashion-mnist-small'" in sentence
+
+
+@pytest.mark.parametrize("label", [-1, 10])
+def test_label_out_of_range_is_an_error(label: int, tmp_path: Path) -> None:
+    write_dataset(tmp_path, "mnist", labels=[0, label])
+    with pytest.raises(ValueError, match=f"has label {label} where 0 to 9 are allowed"):
+        data.load("mnist", tmp_path)
+
+
+def test_image_of_another_size_is_an_error(tmp_path: Path) -> None:
+    write_dataset(tmp_path, "cifar10", labels=[0, 1], size=28)
+    with pytest.raises(ValueError, match="is 28x28 where 32x32 is expected"):
+        data.load("cifar10", tmp_path)
+
+
+def test_missing_split_missing_column_and_missing_rows_are_errors(tmp_path: Path) -> None:
+    folder = tmp_path / "ylecun/mnist/mnist"
+    images = np.zeros((2, 28, 28), np.uint8)
+    write_split(folder, "train", images, [0, 1], columns=("image", "label"), encoding="PNG")
+    with pytest.raises(ValueError, match=r"has splits \['train'\] but no 'test'"):
+        data.load("mnist", tmp_path)
+    write_split(folder, "test", images[:0], [], columns=("image", "label"), encoding="PNG")
+    with pytest.raises(ValueError, match="a file of 'ylecun/mnist' cannot be read"):
+        data.load("mnist", tmp_path)
+    for split in data.SPLITS:
+        write_split(folder, split, images, [0, 1], columns=("image", "digit"), encoding="PNG")
+    with pytest.raises(ValueError, match=r"has columns \['image', 'digit'\] but no 'label'"):
+        data.load("mnist", tmp_path)
+
+
+def test_broken_files_are_errors(tmp_path: Path) -> None:
+    write_dataset(tmp_path, "mnist", labels=[0])
+    file = tmp_path / "ylecun/mnist/any_config/train-00000-of-00001.parquet"
+    table = pq.read_table(file)
+    broken = pa.array([{"bytes": b"not an image", "path": None}], table.column("image").type)
+    pq.write_table(table.set_column(0, "image", broken), file)
+    with pytest.raises(ValueError, match="an image of 'ylecun/mnist' cannot be decoded"):
+        data.load("mnist", tmp_path)
+    file.write_bytes(b"not a parquet file")
+    with pytest.raises(ValueError, match="cannot be read as a dataset: fetch the hub's files again"):
+        data.load("mnist", tmp_path)
+
+
+def test_packaged_data_loads_quickly() -> None:
+    start = time.perf_counter()
+    data.load()
+    assert time.perf_counter() - start < 5

@@ -1,0 +1,135 @@
+"""Layer rules against Opacus and the memory forms against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from opacus import GradSampleModule
+from torch import Tensor, nn
+
+from pmlf import PrivateStep, factors
+from pmlf.layers import rule_for
+from zoo import CASES, classify, make
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:noise_multiplier=0"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+]
+
+
+@pytest.mark.parametrize("name", ["cnn5", "resnet"])
+def test_one_point_without_filter_agrees_with_opacus_clipped_gradients(name: str) -> None:
+    case, model, size, clip_norm = CASES[name], make(name), 6, 0.7
+    batch = case.batch(size)
+    step = PrivateStep(
+        model, case.loss, method="dpsgd", clip_norm=clip_norm, noise_multiplier=0.0, expected_batch_size=float(size)
+    )
+    step.accumulate(batch)
+    step.release()
+    for module in model.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = False  # Opacus' backward hooks cannot stand in-place activations
+    theirs = GradSampleModule(model, loss_reduction="sum")
+    theirs.zero_grad()
+    case.loss(theirs, batch).sum().backward()
+    samples: list[Tensor] = [p.grad_sample.flatten(1) for p in model.parameters()]  # type: ignore[attr-defined]
+    norms = torch.cat(samples, 1).norm(dim=1)
+    assert bool((norms > clip_norm).any())
+    scale = (clip_norm / norms).clamp(max=1.0)
+    for parameter, sample in zip(step.trained, samples, strict=True):
+        expected = (scale[:, None] * sample).sum(0).view_as(parameter) / size
+        ours = step_gradient(parameter)
+        assert float((ours - expected).norm()) <= 1e-4 * float(expected.norm()) + 1e-8
+
+
+def step_gradient(parameter: nn.Parameter) -> Tensor:
+    # .grad was overwritten by Opacus' own backward pass: the released one was stored before
+    stored: Tensor = parameter._released  # type: ignore[attr-defined]
+    return stored
+
+
+@pytest.fixture(autouse=True)
+def _keep_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = PrivateStep.release
+
+    def and_keep(self: PrivateStep) -> None:
+        release(self)
+        for parameter in self.trained:
+            parameter._released = parameter.grad.clone()  # type: ignore[attr-defined, union-attr]
+
+    monkeypatch.setattr(PrivateStep, "release", and_keep)
+
+
+FORMS = {
+    "held": {"held": True, "gram": True},
+    "gram": {"held": False, "gram": True},
+    "formed-and-dropped": {"held": False, "gram": False},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["cnn5", "tied", "convolutions", "unusual", "gpt2"])
+def test_all_memory_forms_give_the_same_sum(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held gradients, Gram matrices, and gradients formed a few samples at a time and dropped."""
+
+    def released() -> list[Tensor]:
+        model = make(name)
+        step = PrivateStep(model, CASES[name].loss, method="dp-pmlf", noise_multiplier=0.0, expected_batch_size=1.0)
+        for _ in range(2):
+            step.accumulate(CASES[name].batch(5))
+            step.release()
+        return [step_gradient(p) for p in step.trained]
+
+    expected = released()
+    choice = FORMS[form]
+    monkeypatch.setattr(factors.HeldBudget, "takes", lambda self, uses, points: choice["held"])
+    monkeypatch.setattr(factors, "prefers_gram", lambda uses: choice["gram"])
+    monkeypatch.setattr(factors, "GRAM_CHUNK_BYTES", 1)  # one sample at a time
+    for ours, reference in zip(released(), expected, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
+
+
+def test_a_subclass_with_its_own_forward_has_no_rule() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    class Renamed(nn.Linear):
+        pass
+
+    assert rule_for(Doubled(2, 2)) is None
+    assert rule_for(Renamed(2, 2)) is rule_for(nn.Linear(2, 2)) is not None
+    patched = nn.Linear(2, 2)
+    patched.forward = lambda x: x  # type: ignore[method-assign, assignment]
+    assert rule_for(patched) is None
+
+
+def test_a_subclass_with_its_own_forward_is_still_exact() -> None:
+    """Through vmap: LoRA-like layers and scaled linears are not mistaken for plain ones."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    import pmlf
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Doubled(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    batch: Any = (torch.randn(3, 6), torch.tensor([0, 1, 2]))
+    assert pmlf.check(Model(), classify, batch).parameters == 2
+
+
+def test_squared_norms_are_exact_over_many_equal_numbers() -> None:
+    """Equal numbers make float32 rounding errors of one sign add up; blocks keep them small."""
+    gradients = torch.full((2, 3_000_001), 0.1)
+    exact = 3_000_001 * float(torch.tensor(0.1)) ** 2
+    for value in factors.squared_norms(gradients).tolist():
+        assert value == pytest.approx(exact, rel=1e-5)

@@ -1,0 +1,280 @@
+"""What breaks privacy is refused by name; `check` finds what hooks cannot see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pmlf
+from pmlf import PrivateStep
+from zoo import CASES, classify, images, make
+
+
+class Owner(nn.Module):
+    """A model around one layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.BatchNorm2d(4), r"layer 'layer' \(BatchNorm2d\) mixes the samples.*fix_model"),
+        (nn.SyncBatchNorm(4), "mixes the samples"),
+        (nn.BatchNorm1d(4, affine=False), "mixes the samples"),
+        (nn.InstanceNorm2d(4, track_running_stats=True), "saves running statistics.*track_running_stats=False"),
+        (nn.Embedding(4, 4, max_norm=1.0), "max_norm"),
+        (nn.Embedding(4, 4, scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (nn.Embedding(4, 4, sparse=True), "sparse"),
+        (nn.MultiheadAttention(4, 2), "fix_model.*Linear layers with SDPA"),
+        (nn.LazyLinear(4), "not initialised yet"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_layers_that_break_privacy_are_refused_by_name(layer: nn.Module, message: str) -> None:
+    for attempt in (
+        lambda: PrivateStep(Owner(layer), classify, noise_multiplier=1.0, expected_batch_size=1),
+        lambda: pmlf.check(Owner(layer), classify, images(4)(2)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attempt()
+
+
+def refused(model: nn.Module, batch: Any, message: str, loss: Any = classify) -> None:
+    """Both `check` and the first `accumulate` say so."""
+    with pytest.raises(ValueError, match=message):
+        pmlf.check(model, loss, batch)
+    step = PrivateStep(model, loss, noise_multiplier=1.0, expected_batch_size=1)
+    with pytest.raises(ValueError, match=message):
+        step.accumulate(batch)
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x - x.mean(0))
+
+
+class BatchSecond(nn.Module):
+    """Sequences first, samples second: a multiple of the batch size hides it from shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:  # (n, tokens, 6)
+        return torch.tanh(self.layer(x.transpose(0, 1))).mean(0)
+
+
+class Borrowing(nn.Module):
+    """Uses a layer's weight outside that layer's forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.linear(torch.tanh(self.first(x)), self.first.weight))
+
+
+class Counting(nn.Module):
+    def __init__(self, *, assign: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.assign = assign
+        self.register_buffer("mean", torch.zeros(6))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.assign:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        else:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return self.layer(x)
+
+
+class InputChanged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        out = self.layer(x)
+        x.mul_(2.0)
+        return out + x.sum(1, keepdim=True)
+
+
+def test_samples_that_mix_are_found() -> None:
+    refused(Mixing(), images(6)(4), "gradient depends on the other samples")
+
+
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_a_layer_that_puts_the_batch_second_is_found(tokens: int) -> None:
+    refused(BatchSecond(), images(tokens, 6)(4), "batch")
+
+
+def test_a_layer_that_puts_the_batch_second_is_named_by_its_shape() -> None:
+    refused(BatchSecond(), images(3, 6)(2), r"layer 'layer' \(Linear\) returned shape \(3, 2, 4\).*batch_first")
+
+
+def test_a_penalty_on_weights_inside_the_loss_is_found() -> None:
+    model = nn.Linear(6, 4)
+    refused(
+        model,
+        images(6)(4),
+        "parameter 'weight' does not come through its own layer",
+        lambda m, b: classify(m, b) + 0.1 * m.weight.square().sum(),
+    )
+
+
+def test_a_weight_used_outside_its_layer_is_found() -> None:
+    refused(Borrowing(), images(6)(4), "'first.weight' does not come through its own layer")
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_buffer_rewritten_from_the_data_is_refused_and_left_as_it_was(assign: bool) -> None:
+    model = Counting(assign=assign)
+    refused(model, images(6)(4), "buffer 'mean' was rewritten")
+    assert not model.mean.any()
+
+
+def test_an_input_changed_in_place_after_use_is_refused() -> None:
+    refused(InputChanged(), images(6)(4), "the input of layer 'layer'.*changed in place")
+
+
+def test_the_error_does_not_tell_numbers_of_the_data() -> None:
+    with pytest.raises(ValueError) as error:
+        pmlf.check(Mixing(), classify, images(6)(4))
+    assert not any(character.isdigit() for character in str(error.value).replace("axis 0", ""))
+
+
+class RootScale(nn.Module):
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(*shape))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.gamma)
+
+
+class RandomScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x * self.gamma, 0.5, training=self.training)
+
+
+class PairScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Any:
+        return x * self.gamma, x
+
+
+class First(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(x)
+        return self.head(out[0] if isinstance(out, tuple) else out)
+
+
+def test_bare_parameters_without_a_safe_way_are_named() -> None:
+    for shape in ((6,), (1,)):
+        with pytest.raises(ValueError, match="parameter 'gamma' belongs to the model itself"):
+            PrivateStep(RootScale(shape), classify, noise_multiplier=1.0, expected_batch_size=1)
+    refused(First(PairScale()), images(6)(3), "'inner'.*returns a tuple")
+    step = PrivateStep(First(RandomScale()), classify, noise_multiplier=1.0, expected_batch_size=1)
+    with pytest.raises(ValueError, match=r"module 'inner' \(RandomScale\) has no rule.*randomness"):
+        step.accumulate(images(6)(3))
+
+
+def test_a_bare_parameter_with_a_batch_axis_is_taken_directly() -> None:
+    assert pmlf.check(RootScale((1, 6)), classify, images(6)(3)).samples == 3
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(6, 4, batch_first=True), nn.EmbeddingBag(9, 4), nn.Bilinear(3, 3, 4)])
+def test_a_layer_without_a_rule_is_named_or_exact(layer: nn.Module) -> None:
+    """Never silently frozen, never silently wrong."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = layer
+            self.head = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:  # (n, 2, 6)
+            if isinstance(self.inner, nn.LSTM):
+                return self.head(self.inner(x)[0][:, -1])
+            if isinstance(self.inner, nn.EmbeddingBag):
+                return self.head(self.inner((x[:, 0].abs() * 3).long().clamp(max=8)))
+            return self.head(self.inner(x[:, 0, :3], x[:, 1, 3:]))
+
+    model = Around()
+    try:
+        checked = pmlf.check(model, classify, images(2, 6)(3))
+    except ValueError as error:
+        assert "'inner'" in str(error)
+    else:
+        assert checked.parameters == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("method", ["dpsgd", "dp-pmlf", "disk", "inner-outer"])
+def test_check_passes_and_changes_nothing(name: str, method: str) -> None:
+    model = make(name)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    report = pmlf.check(model, CASES[name].loss, CASES[name].batch(3), method=method)
+    assert report.samples == 3 and report.parameters == len(list(model.parameters()))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert modes == [module.training for module in model.modules()]
+    assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_dropout_does_not_disturb_the_check() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+    pmlf.check(model, classify, images(6)(4))
+    assert model.training
+
+
+def test_randomness_in_eval_mode_is_found() -> None:
+    class AlwaysRandom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(F.dropout(x, 0.5, training=True))
+
+    refused(AlwaysRandom(), images(6)(4), "randomness in eval mode")
+
+
+def test_every_frozen_parameter_and_no_module_are_refused() -> None:
+    model = nn.Linear(6, 4).requires_grad_(False)
+    with pytest.raises(ValueError, match="every parameter of the model is frozen"):
+        PrivateStep(model, classify, noise_multiplier=1.0, expected_batch_size=1)
+    with pytest.raises(ValueError, match="model is a function"):
+        PrivateStep(classify, classify, noise_multiplier=1.0, expected_batch_size=1)  # type: ignore[arg-type]
