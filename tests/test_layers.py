@@ -9,7 +9,7 @@ import torch
 from opacus import GradSampleModule
 from torch import Tensor, nn
 
-from pmlf import PrivateStep, factors
+from pmlf import PrivateStep, factors, gradients
 from pmlf.layers import rule_for
 from zoo import CASES, classify, make
 
@@ -84,9 +84,9 @@ def test_all_memory_forms_give_the_same_sum(name: str, form: str, monkeypatch: p
 
     expected = released()
     choice = FORMS[form]
-    monkeypatch.setattr(factors.HeldBudget, "takes", lambda self, uses, points: choice["held"])
-    monkeypatch.setattr(factors, "prefers_gram", lambda uses: choice["gram"])
-    monkeypatch.setattr(factors, "GRAM_CHUNK_BYTES", 1)  # one sample at a time
+    monkeypatch.setattr(gradients.Workspace, "holds", lambda self, name, uses, points: choice["held"])
+    monkeypatch.setattr(gradients, "prefers_gram", lambda uses: choice["gram"])
+    monkeypatch.setattr(factors, "CHUNK_BYTES", 1)  # one sample at a time
     for ours, reference in zip(released(), expected, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
 
@@ -129,7 +129,7 @@ def test_a_subclass_with_its_own_forward_is_still_exact() -> None:
 
 def test_squared_norms_are_exact_over_many_equal_numbers() -> None:
     """Equal numbers make float32 rounding errors of one sign add up; blocks keep them small."""
-    gradients = torch.full((2, 3_000_001), 0.1)
+    equal = torch.full((2, 3_000_001), 0.1)
     exact = 3_000_001 * float(torch.tensor(0.1)) ** 2
-    for value in factors.squared_norms(gradients).tolist():
+    for value in gradients.squared_norms(equal).tolist():
         assert value == pytest.approx(exact, rel=1e-5)

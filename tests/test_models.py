@@ -34,9 +34,7 @@ def test_cnn5_has_as_many_outputs_as_asked() -> None:
 
 @pytest.mark.parametrize("name", models.NAMES)
 @pytest.mark.parametrize(("in_channels", "image_size", "classes"), SHAPES)
-def test_logits_of_every_model_on_every_image_shape(
-    name: str, in_channels: int, image_size: int, classes: int
-) -> None:
+def test_logits_of_every_model_on_every_image_shape(name: str, in_channels: int, image_size: int, classes: int) -> None:
     model = models.build(name, in_channels=in_channels, image_size=image_size, classes=classes, seed=0)
     images = torch.rand(2, in_channels, image_size, image_size)
     logits = model(images)

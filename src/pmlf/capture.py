@@ -63,9 +63,13 @@ class Plan:
                 own = bare
             if own:
                 watched.append(Watched(name=module_name, own=own, rule=rule))
-        clash = expanded.intersection(name for module in watched for name in module.own.values())
+        by_rule = {name for module in watched if module.rule is not None for name in module.own.values()}
+        by_vmap = {name for module in watched if module.rule is None for name in module.own.values()}
+        clash = (expanded & by_rule) | (expanded & by_vmap) | (by_rule & by_vmap)
         if clash:
-            raise ValueError(f"parameter {min(clash)!r} is shared between a layer and bare use: give each its own")
+            raise ValueError(
+                f"parameter {min(clash)!r} is shared between layers with a rule and without: give each its own"
+            )
         return cls(parameters=tuple(names.values()), watched=tuple(watched), expanded=frozenset(expanded))
 
 
@@ -166,10 +170,9 @@ def capture(
 ) -> Iterator[tuple[str, Contribution]]:
     """weight * (per-sample gradients of the loss at the parameters `values`), as (parameter, contribution) pairs."""
     leaves = {
-        name: (value.detach().expand(samples, *value.shape[1:]) if name in plan.expanded else value.detach())
-        .requires_grad_()
+        name: _leaf(value, samples if name in plan.expanded else None).requires_grad_()
         for name, value in values.items()
-    }  # fmt: skip
+    }
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     before = {name: (buffer, buffer._version) for name, buffer in buffers.items()}
     recorder = _Recorder(samples)
@@ -217,6 +220,16 @@ def capture(
     for name, grad in zip(sorted(plan.expanded), grads[len(recorder.seen) :], strict=True):
         if grad is not None:
             yield name, grad.detach().clone()  # autograd may give two parameters views of one tensor
+
+
+def _leaf(value: Tensor, copies: int | None) -> Tensor:
+    """A point's parameter as a leaf of its own graph."""
+    if copies is not None:
+        return value.detach().expand(copies, *value.shape[1:])
+    if value.ndim == 4 and value.device.type != "mps":
+        # Convolutions follow their weights' layout, and channels-last is the faster one.
+        return value.detach().contiguous(memory_format=torch.channels_last)
+    return value.detach()
 
 
 def per_sample_loss(result: Any, samples: int) -> Tensor:

@@ -82,11 +82,13 @@ def _convolution(call: Call, wanted: Collection[str]) -> dict[str, Contribution]
             tokens=grad[0, 0].numel() * (grad.shape[0] // call.samples),
             rows=module.out_channels // module.groups,
             cols=module.weight[0].numel(),
-            input=_padded(module, _full(call.input)),
+            input=_full(call.input),
             grad=grad,
             kernel=module.kernel_size,
             stride=module.stride,
             dilation=module.dilation,
+            padding=tuple(module._reversed_padding_repeated_twice),
+            padding_mode="constant" if module.padding_mode == "zeros" else module.padding_mode,
         )
     if "bias" in wanted:
         found["bias"] = _channel_sum(call, grad)
@@ -197,14 +199,6 @@ def _channel_sum(call: Call, tensor: Tensor) -> Tensor:
 def _full(tensor: Tensor) -> Tensor:
     """At least float32: norms and sums are never taken in half precision."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-def _padded(module: Any, input: Tensor) -> Tensor:
-    """A convolution's input with the layer's own padding applied, whatever its mode."""
-    if not any(module._reversed_padding_repeated_twice):
-        return input
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    return F.pad(input, module._reversed_padding_repeated_twice, mode=mode)
 
 
 def _first_line(error: Exception) -> str:

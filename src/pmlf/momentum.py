@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pmlf.capture import LossFunction, Plan, capture
-from pmlf.factors import Factors, HeldBudget, ParameterGradient
+from pmlf.factors import Factors
+from pmlf.gradients import ParameterGradient, Workspace
 from pmlf.layers import Contribution
 
 Clipping = Literal["flat", "automatic"]
@@ -34,12 +35,12 @@ class SampleMomentum:
     Everything in here is sensitive; only the sum leaves it.
     """
 
-    def __init__(self, plan: Plan, samples: int, points: int) -> None:
+    def __init__(self, plan: Plan, samples: int, points: int, workspace: Workspace) -> None:
         self._plan = plan
         self._samples = samples
         self._points = points
-        self._budget = HeldBudget()
-        self._gradients = {name: ParameterGradient() for name in plan.parameters}
+        workspace.start()
+        self._gradients = {name: ParameterGradient(name, workspace) for name in plan.parameters}
         self._touched: set[str] = set()
 
     def add_point(
@@ -52,9 +53,9 @@ class SampleMomentum:
     def add(self, name: str, contribution: Contribution) -> None:
         """v of parameter `name` += contribution."""
         if isinstance(contribution, Factors):
-            self._gradients[name].add(contribution, self._points, self._budget)
+            self._gradients[name].add(contribution, self._points)
         else:
-            self._gradients[name].add_held(contribution)
+            self._gradients[name].add_formed(contribution)
         self._touched.add(name)
 
     def norms(self) -> Tensor:

@@ -18,6 +18,7 @@ from pmlf.arguments import require_positive
 from pmlf.batches import batch_size, select
 from pmlf.capture import LossFunction, Plan
 from pmlf.filters import FilterMemory
+from pmlf.gradients import Workspace
 from pmlf.methods import Method, resolve
 from pmlf.momentum import CLIPPINGS, Clipping, SampleMomentum
 from pmlf.noise import Randomness, keyed_uniforms, randomness_from, torch_seeded
@@ -81,6 +82,7 @@ class PrivateStep:
         self.augmentation = augmentation
         self.randomness = randomness_from(generator)
         self._plan = Plan.of(model)
+        self._workspace = Workspace()
         self._history = History(self.method.points.depth)
         self._filter = FilterMemory(self.method.low_pass)
         self._releases = 0
@@ -179,7 +181,7 @@ class PrivateStep:
     def _momentum(self, batch: Any, size: int, samples: Tensor, micro_batch: int) -> SampleMomentum:
         """v of every sample of a micro-batch: the loss's gradients at the evaluation points, weighted and added."""
         points = self.method.points.at(self._releases)
-        momentum = SampleMomentum(self._plan, size, len(points))
+        momentum = SampleMomentum(self._plan, size, len(points), self._workspace)
         device = self.trained[0].device
         views = self._views(batch, samples, len(points))
         for index, (point, view) in enumerate(zip(points, views, strict=True)):

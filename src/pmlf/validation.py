@@ -15,7 +15,8 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from pmlf.batches import batch_size, select
 from pmlf.capture import LossFunction, Plan, capture, per_sample_loss
-from pmlf.factors import Factors, squared_norms
+from pmlf.factors import Factors
+from pmlf.gradients import Workspace, squared_norms
 from pmlf.methods import Method, resolve
 from pmlf.momentum import SampleMomentum, clip_factors
 from pmlf.noise import SeededRandomness, torch_seeded
@@ -137,7 +138,7 @@ def _from_factors(
 ) -> _Outcome:
     values = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     samples = batch_size(batch)
-    momentum = SampleMomentum(plan, samples, len(weights))
+    momentum = SampleMomentum(plan, samples, len(weights), Workspace())
     spread = torch.zeros(samples, dtype=torch.float64)
     for weight in weights:
         for name, contribution in capture(model, plan, values, loss_fn, batch, samples, weight):

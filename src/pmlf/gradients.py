@@ -1,0 +1,162 @@
+"""Per-sample gradients of one parameter, held or as factors: their norms and their clipped sum.
+
+    norm^2 = sum over token pairs of <left_t, left_s> <right_t, right_s>,   clipped sum = one product with scaled rows,
+
+so no per-sample gradient need be formed. Where forming it is cheaper it is held, and points add up in place.
+
+**Norms are never understated.** The Gram form is a difference of large terms, so it is computed in float64; its
+rounding, at most (rows + cols + tokens) * 2^-53 * spread^2 with spread = sum_t |left_t| |right_t|, is added to norm^2.
+The clipped sum of factors is a float32 recursion over tokens whose rounding is at most tokens/2 * 2^-24 * spread (half,
+because a partial sum is on average half of the whole); this `slack` is added to the norm before clipping, so what a
+sample really adds stays within the bound even if its tokens cancel. A held gradient needs neither: its norm is taken
+of the very numbers that are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pmlf.factors import Factors, blank, wide_dtype
+
+_WIDE_COST = 2  # a float64 multiplication against a float32 one
+_NORM_BLOCK = 1024  # float32 sums of squares run over this many numbers, float64 over the blocks
+
+
+class Workspace:
+    """Memory that held gradients may take together, kept from one micro-batch to the next (fresh pages are slow)."""
+
+    def __init__(self, limit_bytes: int = 1 << 29) -> None:
+        self._limit = limit_bytes
+        self._buffers: dict[str, Tensor] = {}
+        self._taken: dict[str, int] = {}
+
+    def __deepcopy__(self, memo: object) -> Workspace:
+        return Workspace(self._limit)  # what is in it is sensitive, and nobody's
+
+    def start(self) -> None:
+        """A new micro-batch: all memory is free again."""
+        self._taken = {}
+
+    def holds(self, name: str, factors: Factors, points: int) -> bool:
+        """Whether to hold this parameter's gradients: forming them is cheaper, and there is memory."""
+        needed = factors.samples * factors.size * 4
+        if prefers_gram([factors] * points) or needed + sum(self._taken.values()) > self._limit:
+            return False
+        self._taken[name] = needed
+        return True
+
+    def buffer(self, name: str, factors: Factors) -> Tensor:
+        """(samples, size), uninitialised."""
+        right = factors.sides(slice(0, 1))[1]
+        needed = factors.samples * factors.size
+        kept = self._buffers.get(name)
+        if kept is None or kept.numel() < needed or kept.dtype != right.dtype or kept.device != right.device:
+            kept = self._buffers[name] = right.new_empty(needed)
+        return kept[:needed].view(factors.samples, factors.size)
+
+
+class ParameterGradient:
+    """All that a micro-batch says about one parameter: contributions of every use at every point, added up."""
+
+    def __init__(self, name: str, workspace: Workspace) -> None:
+        self._name = name
+        self._workspace = workspace
+        self._held: Tensor | None = None  # (samples, size)
+        self._like: Factors | None = None  # whose order the held gradients are in; None: the parameter's own
+        self._factors: list[Factors] = []
+
+    def add_formed(self, gradient: Tensor) -> None:
+        """Add per-sample gradients (samples, *shape), which are taken over."""
+        assert self._like is None and not self._factors, f"{self._name}: a layer's weight used bare as well"
+        if self._held is None:
+            self._held = gradient.flatten(1)
+        else:
+            self._held += gradient.flatten(1)
+
+    def add(self, factors: Factors, points: int) -> None:
+        """Add one use, formed or kept as factors, whichever is cheaper for `points` times its tokens."""
+        if self._held is None and (self._factors or not self._workspace.holds(self._name, factors, points)):
+            self._factors.append(factors)
+            return
+        add = self._held is not None
+        if self._held is None:
+            self._held, self._like = self._workspace.buffer(self._name, factors), factors
+        for chosen in factors.blocks(4 * factors.groups * factors.tokens * (factors.rows + factors.cols)):
+            factors.form(chosen, self._held[chosen], add=add)
+
+    def norms(self) -> tuple[Tensor, Tensor]:
+        """(norm^2, slack) of every sample, float64, norm^2 never below the true one and slack as said above."""
+        if self._held is not None:
+            return squared_norms(self._held), torch.zeros(len(self._held), device=self._held.device)
+        return factored_norms(self._factors)
+
+    def without(self, refused: Tensor) -> None:
+        """Blank out the samples marked in `refused`."""
+        if self._held is not None:
+            self._held = blank(self._held, refused)
+        self._factors = [factors.without(refused) for factors in self._factors]
+
+    def add_clipped_sum(self, scale: Tensor, out: Tensor) -> None:
+        """out += sum_i scale_i * gradient_i, in place."""
+        if self._held is not None:
+            total = scale.to(self._held.dtype) @ self._held
+            out.add_(total.view(out.shape) if self._like is None else self._like.arranged(total, out.shape))
+        for factors in self._factors:
+            factors.add_clipped_sum(scale, out)
+
+
+def squared_norms(gradients: Tensor) -> Tensor:
+    """|row|^2 of every row in float64, of float32 sums over short blocks: exact to about 2^-18 relative."""
+    rows, size = gradients.shape
+    whole = size - size % _NORM_BLOCK
+    total = gradients.new_zeros(rows, dtype=wide_dtype(gradients))
+    for part in (gradients[:, :whole].view(rows, -1, _NORM_BLOCK), gradients[:, None, whole:]):
+        if part.shape[1] and part.shape[2]:
+            total += torch.linalg.vector_norm(part, dim=2).to(total).square().sum(1)
+    return total
+
+
+def prefers_gram(uses: Sequence[Factors]) -> bool:
+    """Whether float64 inner products cost less than forming the gradients."""
+    pairs = len(uses) * (len(uses) + 1) // 2
+    gram = pairs * _WIDE_COST * max(use.gram_operations for use in uses)
+    return gram < sum(use.tokens for use in uses) * uses[0].size
+
+
+def factored_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor]:
+    """(norm^2, slack) of gradients given by factors, by Gram matrices or, where those are larger, by forming and
+    dropping the gradient a few samples at a time."""
+    first, tokens, by_gram = uses[0], sum(use.tokens for use in uses), prefers_gram(uses)
+    sides = 8 * sum(use.groups * use.tokens * (use.rows + use.cols) for use in uses)
+    work = sides + (8 * first.groups * first.tokens**2 if by_gram else 4 * first.size)
+    norms, slacks = [], []
+    for chosen in first.blocks(work):
+        if by_gram:
+            squared, spread = _gram_norms(uses, chosen)
+            rounding = (first.rows + first.cols + tokens) * torch.finfo(squared.dtype).eps / 2
+            squared = squared.clamp(min=0.0) + rounding * spread.square()
+        else:
+            gradient = first.sides(slice(0, 1))[1].new_empty(chosen.stop - chosen.start, first.size)
+            for index, use in enumerate(uses):
+                use.form(chosen, gradient, add=index > 0)
+            squared = squared_norms(gradient)
+            spread = torch.stack([use.spread(chosen) for use in uses]).sum(0)
+        norms.append(squared)
+        slacks.append((tokens / 2 + 1) * 2.0**-24 * spread)
+    return torch.cat(norms), torch.cat(slacks)
+
+
+def _gram_norms(uses: Sequence[Factors], chosen: slice) -> tuple[Tensor, Tensor]:
+    """Sums of products over all pairs of uses and of tokens, and the spread, in float64."""
+    wide = [use.wide(chosen) for use in uses]
+    squared, spread = [], []
+    for u, one in enumerate(wide):
+        for v, other in enumerate(wide[: u + 1]):
+            products = one.products(other)  # (n, groups, tokens, tokens')
+            squared.append(products.sum((1, 2, 3)) * (1.0 if u == v else 2.0))
+            if u == v:
+                spread.append(products.diagonal(dim1=2, dim2=3).clamp(min=0.0).sqrt().sum((1, 2)))
+    return torch.stack(squared).sum(0), torch.stack(spread).sum(0)
