@@ -272,6 +272,22 @@ def test_randomness_in_eval_mode_is_found() -> None:
     refused(AlwaysRandom(), images(6)(4), "randomness in eval mode")
 
 
+def test_activations_at_a_kink_are_not_taken_for_a_fault() -> None:
+    """A ReLU unit within rounding of zero flips between a batch of one and of two; in float64 it does not."""
+
+    class Kinked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rounding = 1e-8 if x.dtype == torch.float32 else 0.0
+            side = 1.0 if len(x) > 1 else -1.0  # what another kernel for another batch size may do
+            return self.layer(x) * (x[:, :1] * 0.0 + rounding * side >= 0)
+
+    pmlf.check(Kinked(), classify, images(6)(2))
+
+
 def test_every_frozen_parameter_and_no_module_are_refused() -> None:
     model = nn.Linear(6, 4).requires_grad_(False)
     with pytest.raises(ValueError, match="every parameter of the model is frozen"):

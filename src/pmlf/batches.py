@@ -54,6 +54,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return _mapped(batch, lambda tensor: tensor.to(device, non_blocking=True), lambda values: values)
 
 
+def to_dtype(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating-point tensors in another precision."""
+    return _mapped(
+        batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, lambda values: values
+    )
+
+
 def _mapped(batch: Any, on_tensor: Callable[[Tensor], Tensor], on_values: Callable[[Any], Any]) -> Any:
     if isinstance(batch, Tensor):
         return on_tensor(batch)
