@@ -158,12 +158,14 @@ def test_clipping_each_point_with_unit_weights_breaks_the_bound(monkeypatch: pyt
 
     def clip_per_point(self: PrivateStep, batch: Any, size: int, samples: Tensor, micro_batch: int) -> Any:
         class PerPoint:
-            def clipped_sum(_, clip_norm: float, clipping: Any, into: Any) -> None:
+            def write_clipped_sum(_, clip_norm: float, clipping: Any, before: Any, into: Any) -> None:
+                for value in into.values():
+                    value.zero_()
                 for point in self.method.points.at(self._releases):
                     values = dict(zip(self._plan.parameters, self._history.evaluate(point, self.trained), strict=True))
                     one = SampleMomentum(self._plan, size, 1, gradients.Workspace())
                     one.add_point(self.model, values, self.loss_fn, batch, 1.0)
-                    one.clipped_sum(clip_norm, clipping, into)
+                    one.write_clipped_sum(clip_norm, clipping, into, into)
 
         return PerPoint()
 

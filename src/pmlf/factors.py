@@ -8,7 +8,7 @@ how to add their clipped sum by one matrix product.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Scratch = Callable[[Tensor], Tensor]  # work memory like a given tensor
 CHUNK_BYTES = 1 << 23  # work memory of one block of samples: near the cache, and small enough to be reused by malloc
 
 
@@ -49,8 +50,8 @@ class Factors(ABC):
         """The sides of some samples in float64, ready for inner products."""
 
     @abstractmethod
-    def add_clipped_sum(self, scale: Tensor, out: Tensor) -> None:
-        """out += sum_i scale_i * gradient_i, in place."""
+    def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
+        """out = sum_i scale_i * gradient_i, or out += it."""
 
     @abstractmethod
     def without(self, refused: Tensor) -> Factors:
@@ -142,9 +143,10 @@ class Outer(Factors):
         dtype = wide_dtype(self.left)
         return Wide(left=self.left[chosen].unsqueeze(1).to(dtype), right=self.right[chosen].unsqueeze(1).to(dtype))
 
-    def add_clipped_sum(self, scale: Tensor, out: Tensor) -> None:
-        scaled = self.left * scale.to(self.left.dtype)[:, None, None]
-        out.view(self.rows, self.cols).addmm_(scaled.flatten(0, 1).mT, self.right.flatten(0, 1))
+    def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
+        scaled = torch.mul(self.left, scale.to(self.left.dtype)[:, None, None], out=scratch(self.left)).flatten(0, 1)
+        matrix = out.view(self.rows, self.cols)
+        torch.addmm(matrix, scaled.mT, self.right.flatten(0, 1), beta=1 if add else 0, out=matrix)
 
     def without(self, refused: Tensor) -> Outer:
         return replace(self, left=blank(self.left, refused), right=blank(self.right, refused))
@@ -168,8 +170,10 @@ class Lookup(Factors):
         index, right = self.sides(chosen)
         return Wide(left=index, right=right.to(wide_dtype(right)))
 
-    def add_clipped_sum(self, scale: Tensor, out: Tensor) -> None:
-        scaled = self.right * scale.to(self.right.dtype)[:, None, None]
+    def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
+        scaled = torch.mul(self.right, scale.to(self.right.dtype)[:, None, None], out=scratch(self.right))
+        if not add:
+            out.zero_()
         out.index_add_(0, self.index.flatten(), scaled.flatten(0, 1))
 
     def without(self, refused: Tensor) -> Lookup:
@@ -229,9 +233,9 @@ class Patches(Factors):
         dtype = wide_dtype(left)
         return Wide(left=left.to(dtype), right=right.to(dtype), window=window)
 
-    def add_clipped_sum(self, scale: Tensor, out: Tensor) -> None:
+    def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
         per_row = scale.to(self.grad.dtype).repeat_interleave(self._windows)
-        scaled = self.grad * per_row.view(-1, *[1] * (self.grad.ndim - 1))
+        scaled = torch.mul(self.grad, per_row.view(-1, *[1] * (self.grad.ndim - 1)), out=scratch(self.grad))
         dims = len(self.kernel)
         input, padding = self.input, self.padding[::-2]
         if self.padding_mode != "constant" or self.padding[::2] != self.padding[1::2]:
@@ -240,7 +244,7 @@ class Patches(Factors):
             scaled, input, scaled.new_empty(1).expand(out.shape), None, self.stride, padding, self.dilation,
             False, (0,) * dims, self.groups, (False, True, False),
         )[1]  # fmt: skip
-        out.add_(gradient)
+        out.add_(gradient) if add else out.copy_(gradient)
 
     def without(self, refused: Tensor) -> Patches:
         rows = refused.repeat_interleave(self._windows)

@@ -14,7 +14,8 @@ of the very numbers that are added.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +41,10 @@ class Workspace:
         """A new micro-batch: all memory is free again."""
         self._taken = {}
 
+    def scratch(self, like: Tensor) -> Tensor:
+        """Uninitialised memory like a tensor, until the next call."""
+        return self._kept("", like, like.numel()).as_strided(like.shape, _dense_strides(like))
+
     def holds(self, name: str, factors: Factors, points: int) -> bool:
         """Whether to hold this parameter's gradients: forming them is cheaper, and there is memory."""
         needed = factors.samples * factors.size * 4
@@ -51,11 +56,37 @@ class Workspace:
     def buffer(self, name: str, factors: Factors) -> Tensor:
         """(samples, size), uninitialised."""
         right = factors.sides(slice(0, 1))[1]
-        needed = factors.samples * factors.size
+        return self._kept(name, right, factors.samples * factors.size).view(factors.samples, factors.size)
+
+    def _kept(self, name: str, like: Tensor, needed: int) -> Tensor:
         kept = self._buffers.get(name)
-        if kept is None or kept.numel() < needed or kept.dtype != right.dtype or kept.device != right.device:
-            kept = self._buffers[name] = right.new_empty(needed)
-        return kept[:needed].view(factors.samples, factors.size)
+        if kept is None or kept.numel() < needed or kept.dtype != like.dtype or kept.device != like.device:
+            kept = self._buffers[name] = like.new_empty(needed)
+        return kept[:needed]
+
+
+class SumBuffers:
+    """Memory for the sum of a logical batch, twice: a micro-batch's sum is written beside the one before it, so that
+    an interrupted one changes nothing."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._sets: list[dict[str, Tensor]] = []
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SumBuffers:
+        return SumBuffers(copy.deepcopy(self._parameters, memo))  # what is in them is sensitive, and nobody's
+
+    def other_than(self, current: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """A set of uninitialised tensors, at least float32, that is not the one in use."""
+        for kept in self._sets:
+            if kept is not current:
+                return kept
+        made = {
+            name: torch.empty(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+            for name, p in self._parameters.items()
+        }
+        self._sets.append(made)
+        return made
 
 
 class ParameterGradient:
@@ -99,13 +130,19 @@ class ParameterGradient:
             self._held = blank(self._held, refused)
         self._factors = [factors.without(refused) for factors in self._factors]
 
-    def add_clipped_sum(self, scale: Tensor, out: Tensor) -> None:
-        """out += sum_i scale_i * gradient_i, in place."""
+    def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool) -> None:
+        """out = sum_i scale_i * gradient_i, or out += it."""
         if self._held is not None:
             total = scale.to(self._held.dtype) @ self._held
-            out.add_(total.view(out.shape) if self._like is None else self._like.arranged(total, out.shape))
-        for factors in self._factors:
-            factors.add_clipped_sum(scale, out)
+            arranged = total.view(out.shape) if self._like is None else self._like.arranged(total, out.shape)
+            out.add_(arranged) if add else out.copy_(arranged)
+        for index, factors in enumerate(self._factors):
+            factors.write_clipped_sum(scale, out, add=add or index > 0, scratch=self._workspace.scratch)
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's strides if it fills its memory (contiguous, channels-last), else contiguous ones."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def squared_norms(gradients: Tensor) -> Tensor:

@@ -68,13 +68,21 @@ class SampleMomentum:
             slack += rounding.to(slack).square()
         return squared.sqrt() + slack.sqrt()
 
-    def clipped_sum(self, clip_norm: float, clipping: Clipping, into: Mapping[str, Tensor]) -> None:
-        """into += sum_i clip(v_i); a sample whose v is not finite adds exactly zero."""
+    def write_clipped_sum(
+        self, clip_norm: float, clipping: Clipping, before: Mapping[str, Tensor] | None, into: Mapping[str, Tensor]
+    ) -> None:
+        """into = before + sum_i clip(v_i); a sample whose v is not finite adds exactly zero."""
         norms = self.norms()
         refused = ~norms.isfinite()
         scale = torch.where(refused, 0.0, clip_factors(norms, clip_norm, clipping))
-        for name in self._touched:
-            gradient, out = self._gradients[name], into[name]
-            if refused.any():
-                gradient.without(refused.to(out.device))
-            gradient.add_clipped_sum(scale.to(out.device), out)
+        some_refused = bool(refused.any())
+        for name, out in into.items():
+            gradient = self._gradients[name]
+            if before is not None:
+                out.copy_(before[name])
+            elif name not in self._touched:
+                out.zero_()
+            if name in self._touched:
+                if some_refused:
+                    gradient.without(refused.to(out.device))
+                gradient.write_clipped_sum(scale.to(out.device), out, add=before is not None)

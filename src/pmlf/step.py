@@ -18,7 +18,7 @@ from pmlf.arguments import require_positive
 from pmlf.batches import batch_size, select
 from pmlf.capture import LossFunction, Plan
 from pmlf.filters import FilterMemory
-from pmlf.gradients import Workspace
+from pmlf.gradients import SumBuffers, Workspace
 from pmlf.methods import Method, resolve
 from pmlf.momentum import CLIPPINGS, Clipping, SampleMomentum
 from pmlf.noise import Randomness, keyed_uniforms, randomness_from, torch_seeded
@@ -83,6 +83,7 @@ class PrivateStep:
         self.randomness = randomness_from(generator)
         self._plan = Plan.of(model)
         self._workspace = Workspace()
+        self._sums = SumBuffers(dict(zip(self._plan.parameters, self.trained, strict=True)))
         self._history = History(self.method.points.depth)
         self._filter = FilterMemory(self.method.low_pass)
         self._releases = 0
@@ -117,8 +118,8 @@ class PrivateStep:
             samples = torch.arange(pending.samples, pending.samples + size)
         self._check_first(micro_batch, size)
         momentum = self._momentum(micro_batch, size, samples, pending.micro_batches)
-        sums = self._zeros() if pending.sums is None else {name: s.clone() for name, s in pending.sums.items()}
-        momentum.clipped_sum(self.clip_norm, self.clipping, sums)
+        sums = self._sums.other_than(pending.sums)
+        momentum.write_clipped_sum(self.clip_norm, self.clipping, pending.sums, sums)
         self._pending = _Pending(
             fingerprint=pending.fingerprint,
             sums=sums,
@@ -131,9 +132,13 @@ class PrivateStep:
         self._refuse_torn()
         self._refuse_changed_model()
         parameters = self.trained
-        pending = None if self._pending is None else self._pending.sums
-        values = list((pending or self._zeros()).values())  # an empty batch is a step like any other
+        sums = None if self._pending is None else self._pending.sums
         self._torn = True
+        if sums is None:  # an empty batch is a step like any other
+            sums = self._sums.other_than(None)
+            for value in sums.values():
+                value.zero_()
+        values = list(sums.values())
         noise = self.randomness.stream("noise", self._releases)
         for value in values:
             if self.noise_multiplier > 0.0:
@@ -141,7 +146,7 @@ class PrivateStep:
             value.div_(self.expected_batch_size)
         self._history.remember(parameters)
         for parameter, filtered in zip(parameters, self._filter.apply(values), strict=True):
-            parameter.grad = filtered.to(parameter.dtype)
+            parameter.grad = filtered.to(parameter.dtype, copy=True)  # the sum's memory never leaves the step
         self._pending = None
         self._releases += 1
         self._torn = False
@@ -209,13 +214,6 @@ class PrivateStep:
         if self._checked < few:
             check_samples(self.model, self._plan, self.loss_fn, select(batch, slice(0, few)), self.clip_norm)
             self._checked = few
-
-    def _zeros(self) -> dict[str, Tensor]:
-        """A sum of nothing, at least in float32, in the parameters' order."""
-        return {
-            name: torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-            for name, p in zip(self._plan.parameters, self.trained, strict=True)
-        }
 
     def _refuse_torn(self) -> None:
         if self._torn:

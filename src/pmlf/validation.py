@@ -159,7 +159,7 @@ def _from_factors(
             momentum.add(name, contribution)
     norms = momentum.norms()
     sums = _zero_sums(model)
-    momentum.clipped_sum(clip_norm, "flat", sums)
+    momentum.write_clipped_sum(clip_norm, "flat", None, sums)
     return _Outcome(norms=norms, sums=sums, spread=spread)
 
 
