@@ -1,10 +1,14 @@
 """Differentially private training that keeps its accuracy and its speed: DP-PMLF and its family for PyTorch."""
 
-from pmlf import accounting, filters, methods, theory
-from pmlf.fixes import fix_model
-from pmlf.step import Augmentation, PrivateStep
-from pmlf.training import PrivateRun, evaluate, make_private
-from pmlf.validation import check
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pmlf import accounting, filters, methods, sampling, theory
+    from pmlf.fixes import fix_model
+    from pmlf.step import Augmentation, PrivateStep
+    from pmlf.training import PrivateRun, evaluate, make_private
+    from pmlf.validation import check
 
 __all__ = [
     "Augmentation",
@@ -17,5 +21,29 @@ __all__ = [
     "fix_model",
     "make_private",
     "methods",
+    "sampling",
     "theory",
 ]
+
+# Where each public name lives. Loaded when first used: torch takes seconds, and `pmlf --help` does not need it.
+_HOMES = {
+    "Augmentation": "pmlf.step",
+    "PrivateRun": "pmlf.training",
+    "PrivateStep": "pmlf.step",
+    "check": "pmlf.validation",
+    "evaluate": "pmlf.training",
+    "fix_model": "pmlf.fixes",
+    "make_private": "pmlf.training",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name in __all__:
+        return import_module(f"pmlf.{name}")
+    raise AttributeError(f"module 'pmlf' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -71,7 +71,7 @@ class LowPass:
         if tiny.size:
             raise ValueError(
                 f"a={self.a}, b={self.b} has c_{tiny[0]} = {corrections[tiny[0]]:.3g}, and dividing by it "
-                "would blow up the noise of that step: choose other coefficients or set corrected=False."
+                "would blow up the noise of that step: choose other coefficients."
             )
 
     @property

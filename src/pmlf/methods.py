@@ -77,7 +77,7 @@ def disk(kappa: float = 0.7, gamma: float = 0.5) -> Method:
     return Method(name="disk", points=Points(points=(ahead, here)), low_pass=LowPass(a=(-(1.0 - kappa),), b=(kappa,)))
 
 
-_PRESETS: dict[str, Callable[[], Method]] = {
+PRESETS: dict[str, Callable[..., Method]] = {
     "dpsgd": dpsgd,
     "lp-dpsgd": lp_dpsgd,
     "inner-outer": inner_outer,
@@ -86,16 +86,16 @@ _PRESETS: dict[str, Callable[[], Method]] = {
     "dp-pmlf-without-lf": dp_pmlf_without_lf,
     "disk": disk,
 }
-NAMES = tuple(_PRESETS)
+NAMES = tuple(PRESETS)
 
 
 def resolve(method: Method | str) -> Method:
     """A method as it is, or the preset of that name with the paper's defaults."""
     if isinstance(method, Method):
         return method
-    if method not in _PRESETS:
+    if method not in PRESETS:
         raise ValueError(f"method={method!r} is not known: give one of {', '.join(NAMES)}, or a pmlf.methods.Method")
-    return _PRESETS[method]()
+    return PRESETS[method]()
 
 
 def _momentum(k: int, beta: float) -> Points:

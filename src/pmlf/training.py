@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from pmlf import accounting
-from pmlf.arguments import require_count, require_positive
+from pmlf.arguments import require_count, require_positive, steps_of_epochs
 from pmlf.batches import to_device
 from pmlf.capture import LossFunction
 from pmlf.certificate import certificate
@@ -137,7 +136,7 @@ class PrivateRun:
     @property
     def steps_per_epoch(self) -> int:
         """Steps in which every record is drawn once on average."""
-        return math.ceil(1.0 / self._sampler.rate - 1e-9)
+        return steps_of_epochs(1, self._sampler.population, self.private_step.expected_batch_size)
 
     def batches(self) -> Iterator[LogicalBatch]:
         """The logical batches of the steps that are left, each to be given to `step` once, in order, empty ones too."""
@@ -286,9 +285,7 @@ def _planned_steps(epochs: float | None, steps: int | None, records: int, batch_
         require_count("steps", steps, "it counts the noisy gradients that are released")
         return steps
     assert epochs is not None
-    require_positive("epochs", epochs, "an epoch is n / batch_size steps")
-    require_positive("batch_size", batch_size, "it is the expected number of samples a step")
-    return math.ceil(epochs * records / batch_size - 1e-9)
+    return steps_of_epochs(epochs, records, batch_size)
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

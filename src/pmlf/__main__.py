@@ -1,0 +1,8 @@
+"""`python -m pmlf` is `pmlf`."""
+
+import sys
+
+from pmlf.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

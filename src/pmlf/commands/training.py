@@ -1,0 +1,118 @@
+"""`pmlf train` and `pmlf compare`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from pmlf.commands.common import INTERRUPTED, Command, check_plot, say
+from pmlf.experiments import display
+from pmlf.experiments.results import SENSITIVE_NOTE, comparison_json, rate_note
+from pmlf.experiments.spec import RunSpec, Setting, comparison, shown_default
+
+_Setting = Annotated[Setting, tyro.conf.arg(name="")]  # its options stand among the command's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCommand(Command):
+    """What training with one method and with several have in common."""
+
+    setting: _Setting = field(default_factory=Setting)
+
+    out: Annotated[Path | None, shown_default("runs/<date>-<time>-<dataset>-<model>-<method>")] = None
+    """Folder to make for the results; one that exists is refused."""
+
+    data_dir: Annotated[Path | None, shown_default("$PMLF_DATA, else the Hugging Face hub")] = None
+    """Folder of datasets laid out as the hub lays them out, such as DATA_DIR/uoft-cs/cifar10."""
+
+    show_sensitive: bool = False
+    """Also show and record the training loss.
+    It is computed from private data before noise is added, and epsilon does not cover it.
+    For debugging, on data that need no protection."""
+
+    def warn(self) -> None:
+        if self.show_sensitive:
+            say(f"warning: the training loss is shown and recorded, {SENSITIVE_NOTE}")
+
+    def folder(self, name: str) -> Path:
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        return self.out or Path("runs") / f"{stamp}-{self.setting.dataset}-{self.setting.model}-{name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TrainingCommand):
+    """Train a model with differential privacy and say what was spent.
+
+    Without any option: CNN-5 by DP-PMLF on the 12,000 Fashion-MNIST images inside the package. The folder of the run
+    gets spec.json, metrics.jsonl (a line an epoch), model.safetensors and certificate.json. Ctrl-C ends a run early and
+    keeps what was released. Epsilon is for adding or removing one training record; test records are not protected.
+    """
+
+    method: str = "dp-pmlf"
+    """dp-pmlf, lp-dpsgd, dpsgd, inner-outer, disk.
+    Without per-sample momentum: dp-pmlf-without-pm. Without low-pass filter: dp-pmlf-without-lf."""
+
+    def execute(self) -> int:
+        from pmlf.experiments import runner
+
+        self.warn()
+        spec = RunSpec(method=self.method, **vars(self.setting))
+        out = self.folder(self.method)
+        with display.train_progress(Console(stderr=True)) as observer:
+            result = runner.run(
+                spec, out, data_dir=self.data_dir, observer=observer, show_sensitive=self.show_sensitive
+            )
+        self.show(result.to_json(), display.run_summary(result))
+        return _ended(result.interrupted, out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(TrainingCommand):
+    """Train with several methods, one after another, at the same epsilon, and compare their test accuracies.
+
+    The seed, 0 by default, gives all methods the same initial weights and the same draws of records: a comparison, not
+    models for release. They share the learning rate too; inner-outer's filter has a steady gain of 10, so it runs ten
+    times hotter. The folder gets a folder for every method, comparison.json and a picture, accuracy.png.
+    """
+
+    setting: _Setting = field(default_factory=lambda: Setting(seed=0))
+
+    methods: tuple[str, ...] = ("dpsgd", "lp-dpsgd", "inner-outer", "dp-pmlf")
+    """Some of dpsgd, lp-dpsgd, inner-outer, dp-pmlf, disk, dp-pmlf-without-pm, dp-pmlf-without-lf.
+    A method option goes to each method that takes it."""
+
+    plot: Annotated[Path | None, shown_default("accuracy.png in the folder")] = None
+    """Picture of test accuracy against epochs: a .png, .pdf or .svg file."""
+
+    def execute(self) -> int:
+        from pmlf.experiments import runner
+
+        check_plot(self.plot)
+        self.warn()
+        specs = comparison(self.setting, self.methods)
+        out = self.folder("comparison")
+        with display.compare_progress(Console(stderr=True), self.methods) as observer:
+            results = runner.compare(
+                specs, out, data_dir=self.data_dir, observer=observer, show_sensitive=self.show_sensitive
+            )
+        plot = self.plot or out / "accuracy.png"
+        display.plot_accuracy(results, plot)
+        self.show(
+            {**comparison_json(results, out), "plot": str(plot)},
+            display.comparison_table(results),
+            rate_note(results),
+            display.facts([("written to", str(out)), ("picture", str(plot))]),
+        )
+        return _ended(results[-1].interrupted, out)
+
+
+def _ended(interrupted: bool, out: Path) -> int:
+    if not interrupted:
+        return 0
+    say(f"interrupted: what was released until then is in {out}")
+    return INTERRUPTED

@@ -1,0 +1,274 @@
+"""What a terminal shows of runs: progress on stderr while they last, tables on stdout afterwards, a picture.
+
+Only what is public is shown: no loss, no gradient norm, no drawn batch size, no time of a single step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from pmlf.experiments.results import Evaluation, Observer, RunResult
+from pmlf.experiments.spec import RunSpec
+
+if TYPE_CHECKING:  # torch behind it takes seconds to import
+    from pmlf.filter_report import FilterReport
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_RATE_PERIOD_SECONDS = 120.0  # the time left is estimated over many steps, so that no single step's time shows
+
+
+@contextmanager
+def train_progress(console: Console) -> Iterator[Observer]:
+    """A bar on a terminal, a line an epoch elsewhere."""
+    if not console.is_terminal:
+        yield _Lines(console)
+        return
+    with _bar(console) as progress:
+        yield _Bar(progress)
+
+
+@contextmanager
+def compare_progress(console: Console, methods: Sequence[str]) -> Iterator[Observer]:
+    """A growing table over a bar on a terminal, a line an epoch elsewhere."""
+    if not console.is_terminal:
+        yield _Lines(console)
+        return
+    rows = _Rows(methods, _bar(console), console.options.ascii_only)
+    with Live(get_renderable=rows.render, console=console, refresh_per_second=4, transient=True):
+        yield rows
+
+
+class _Lines:
+    """A line an evaluation."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._method, self._steps = "", 0
+
+    def started(self, spec: RunSpec, steps: int) -> None:
+        self._method, self._steps = spec.method, steps
+
+    def stepped(self, step: int, training_loss: float | None) -> None:
+        pass
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        line = (
+            f"{self._method}: step {evaluation.step}/{self._steps}, epsilon {evaluation.epsilon:.3g}, "
+            f"test accuracy {percent(evaluation.test_accuracy)}{_sensitive(evaluation.training_loss)}"
+        )
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Bar:
+    """Steps done, epsilon spent, last test accuracy, time left."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("preparing", total=None, facts="")
+        self._facts = ""
+
+    def started(self, spec: RunSpec, steps: int) -> None:
+        self._progress.reset(self._task, total=steps, description=spec.method, facts="")
+        self._facts = ""
+
+    def stepped(self, step: int, training_loss: float | None) -> None:
+        self._progress.update(self._task, completed=step, facts=self._facts + _sensitive(training_loss))
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        self._facts = f"epsilon {evaluation.epsilon:.3g}, accuracy {percent(evaluation.test_accuracy)}"
+        self._progress.update(self._task, facts=self._facts + _sensitive(evaluation.training_loss))
+
+
+class _Rows:
+    """A row for every method, with the bar of the one that runs below."""
+
+    def __init__(self, methods: Sequence[str], progress: Progress, ascii_only: bool) -> None:
+        self._evaluations: dict[str, list[Evaluation]] = {method: [] for method in methods}
+        self._progress = progress
+        self._bar = _Bar(progress)
+        self._ascii_only = ascii_only
+        self._running = methods[0]
+
+    def started(self, spec: RunSpec, steps: int) -> None:
+        self._running = spec.method
+        self._bar.started(spec, steps)
+
+    def stepped(self, step: int, training_loss: float | None) -> None:
+        self._bar.stepped(step, training_loss)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        self._evaluations[self._running].append(evaluation)
+        self._bar.evaluated(evaluation)
+
+    def render(self) -> Group:
+        table = Table("method", "test accuracy an epoch", "last", "epsilon", box=SIMPLE_HEAD)
+        for method, evaluations in self._evaluations.items():
+            accuracies = [evaluation.test_accuracy for evaluation in evaluations]
+            course = "" if self._ascii_only else sparkline(accuracies)
+            last = evaluations[-1] if evaluations else None
+            table.add_row(
+                method,
+                course,
+                percent(last.test_accuracy) if last else "",
+                f"{last.epsilon:.3g}" if last else "",
+                style="bold" if method == self._running else None,
+            )
+        return Group(table, self._progress.get_renderable())
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=12),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[facts]}", markup=False),
+        console=console,
+        speed_estimate_period=_RATE_PERIOD_SECONDS,
+        transient=True,
+    )
+
+
+def _sensitive(training_loss: float | None) -> str:
+    return "" if training_loss is None else f", sensitive training loss {training_loss:.3f}"
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction as a percentage.
+
+    >>> percent(0.8125)
+    '81.2 %'
+    """
+    return "-" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, with minutes where there are some.
+
+    >>> duration(75.3), duration(9.04)
+    ('1 min 15 s', '9.0 s')
+    """
+    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60} s"
+
+
+def sparkline(fractions: Sequence[float]) -> str:
+    """Values from 0 to 1 as blocks.
+
+    >>> sparkline([0.1, 0.6, 1.0])
+    '▁▅█'
+    """
+    return "".join(_BLOCKS[min(int(value * len(_BLOCKS)), len(_BLOCKS) - 1)] for value in fractions)
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and values in two columns; not a table, which would fold a long path.
+
+    >>> print(facts([("epsilon", "3"), ("steps", "10")]))
+    epsilon  3
+    steps    10
+    """
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def run_summary(result: RunResult) -> str:
+    """A run's result in a few lines."""
+    spec = result.spec
+    noise = "cryptographic" if spec.seed is None else f"seed {spec.seed}: reproducible, so the model is not for release"
+    return facts(
+        [
+            ("run", f"{spec.method}, {spec.model} on {spec.dataset}"),
+            ("test accuracy", percent(result.test_accuracy)),
+            ("epsilon", f"{result.epsilon:.4g} at delta {spec.delta:.3g}, for adding or removing one training record"),
+            ("steps", f"{result.steps} of {result.planned_steps}, {duration(result.seconds)}"),
+            ("noise multiplier", f"{result.noise_multiplier:.4g}"),
+            ("noise", noise),
+            ("written to", str(result.out)),
+        ]
+    )
+
+
+def comparison_table(results: Sequence[RunResult]) -> Table:
+    """A row a method, best accuracy in bold."""
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("method")
+    for heading in ("epsilon", "test accuracy", "time"):
+        table.add_column(heading, justify="right")
+    best = max((result.test_accuracy or 0.0 for result in results), default=0.0)
+    for result in results:
+        table.add_row(
+            result.spec.method,
+            f"{result.epsilon:.4g}",
+            percent(result.test_accuracy),
+            duration(result.seconds),
+            style="bold" if result.test_accuracy == best else None,
+        )
+    return table
+
+
+def filter_summary(report: FilterReport) -> str:
+    """A filter's numbers."""
+
+    def listed(values: Sequence[float]) -> str:
+        return "  ".join(f"{value:.4g}" for value in values) or "none"
+
+    poles = [f"{real:.4g}" + (f"{imaginary:+.4g}i" if imaginary else "") for real, imaginary in report.poles]
+    return facts(
+        [
+            ("a", listed(report.a)),
+            ("b", listed(report.b)),
+            ("bias correction", "yes" if report.corrected else "no"),
+            ("poles", "  ".join(poles) or "none"),
+            ("DC gain", f"{report.dc_gain:.4g}"),
+            ("noise gain", f"{report.noise_gain:.4g}"),
+            ("mean delay", "none" if report.mean_delay is None else f"{report.mean_delay:.4g} steps"),
+            ("weights", listed(report.weights)),
+            ("all weights >= 0", "yes" if report.convex else "no"),
+        ]
+    )
+
+
+def response_table(gains: Mapping[float, float]) -> Table:
+    """What is left of an oscillation, by its frequency."""
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("cycles per step", "gain", "dB"):
+        table.add_column(heading, justify="right")
+    for frequency, gain in gains.items():
+        table.add_row(f"{frequency:.2f}", f"{gain:.4g}", f"{20 * math.log10(max(gain, 1e-12)):.1f}")
+    return table
+
+
+def plot_accuracy(results: Sequence[RunResult], path: Path) -> None:
+    """Draw test accuracy against epochs, a line a method, into the image file `path`."""
+    # Figure alone, without pyplot: it needs no display and leaves no figure behind.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for result in results:
+        epochs = [evaluation.epoch for evaluation in result.evaluations]
+        accuracies = [evaluation.test_accuracy for evaluation in result.evaluations]
+        axes.plot(epochs, accuracies, marker="o", label=f"{result.spec.method} ({percent(result.test_accuracy)})")
+    first = results[0]
+    axes.set(
+        title=f"{first.spec.model} on {first.spec.dataset}, epsilon {first.epsilon:.3g}, delta {first.spec.delta:.3g}",
+        xlabel="epoch",
+        ylabel="test accuracy",
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,105 @@
+"""What runs tell while they last and leave when they end: data, without the torch that makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pmlf.experiments.spec import RunSpec
+
+SENSITIVE_NOTE = "sensitive: computed from private data before noise, not covered by epsilon"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A run after some step. The training loss is that step's; it is sensitive, and there only on demand."""
+
+    step: int
+    epoch: float
+    epsilon: float
+    test_accuracy: float
+    training_loss: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        public = {name: value for name, value in asdict(self).items() if name != "training_loss"}
+        if self.training_loss is None:
+            return public
+        return {**public, "training_loss": self.training_loss, "training_loss_is": SENSITIVE_NOTE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """A run that ended, or was interrupted; `evaluations` may then be empty."""
+
+    spec: RunSpec
+    out: Path
+    epsilon: float
+    noise_multiplier: float
+    steps: int
+    planned_steps: int
+    seconds: float
+    interrupted: bool
+    evaluations: tuple[Evaluation, ...]
+
+    @property
+    def test_accuracy(self) -> float | None:
+        return self.evaluations[-1].test_accuracy if self.evaluations else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "method": self.spec.method,
+            "dataset": self.spec.dataset,
+            "model": self.spec.model,
+            "epsilon": self.epsilon,
+            "delta": self.spec.delta,
+            "noise_multiplier": self.noise_multiplier,
+            "steps": self.steps,
+            "planned_steps": self.planned_steps,
+            "test_accuracy": self.test_accuracy,
+            "seconds": round(self.seconds, 1),
+            "seed": self.spec.seed,
+            "interrupted": self.interrupted,
+            "out": str(self.out),
+        }
+
+
+class Observer(Protocol):
+    """Is told what a run may tell."""
+
+    def started(self, spec: RunSpec, steps: int) -> None: ...
+
+    def stepped(self, step: int, training_loss: float | None) -> None: ...
+
+    def evaluated(self, evaluation: Evaluation) -> None: ...
+
+
+class Unobserved:
+    """An `Observer` that does nothing."""
+
+    def started(self, spec: RunSpec, steps: int) -> None:
+        pass
+
+    def stepped(self, step: int, training_loss: float | None) -> None:
+        pass
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        pass
+
+
+def comparison_json(results: Sequence[RunResult], out: Path) -> dict[str, Any]:
+    """Every run's result with its evaluations."""
+    runs = [{**result.to_json(), "evaluations": [e.to_json() for e in result.evaluations]} for result in results]
+    return {"runs": runs, "note": rate_note(results), "out": str(out)}
+
+
+def rate_note(results: Sequence[RunResult]) -> str:
+    """What a comparison at one learning rate does not make equal."""
+    note = f"All methods share the learning rate {results[0].spec.lr:g}."
+    for result in results:
+        momentum = result.spec.options.outer_momentum
+        if momentum is not None:
+            gain = 1 / (1 - momentum)
+            note += f" The filter of {result.spec.method} has a steady gain of {gain:.3g}, so its steps are larger."
+    return note

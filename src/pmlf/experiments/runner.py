@@ -1,0 +1,237 @@
+"""Carry out a run and write its folder: spec.json, metrics.jsonl, model.safetensors, certificate.json.
+
+Nothing is printed here: an `Observer` is told. Nothing sensitive is told or written unless it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from pmlf import data, models
+from pmlf.data import ImageData
+from pmlf.experiments.results import Evaluation, Observer, RunResult, Unobserved, comparison_json
+from pmlf.experiments.spec import RunSpec
+from pmlf.training import PrivateRun, evaluate, make_private
+
+
+def run(
+    spec: RunSpec,
+    out: Path,
+    *,
+    data_dir: Path | None = None,
+    observer: Observer | None = None,
+    show_sensitive: bool = False,
+) -> RunResult:
+    """Train as `spec` says, evaluate once an epoch, and leave the results in the new folder `out`.
+
+    What cannot be trained is refused before there is a folder. A KeyboardInterrupt ends the run early, with
+    everything that was released until then in the folder.
+    """
+    refuse_existing(out)
+    observer = observer or Unobserved()
+    loaded = _load(spec.dataset, data_dir)
+    spec = spec.resolved(len(loaded.train))
+    losses = _LossMeter() if show_sensitive else None
+    private = _prepare(spec, loaded, losses)
+    folder = _Folder(out, spec)
+    evaluations: list[Evaluation] = []
+    interrupted = False
+    begin = time.monotonic()
+    try:
+        observer.started(spec, private.steps)
+        for batch in private.batches():
+            private.step(batch)
+            training_loss = losses.take() if losses else None
+            observer.stepped(private.steps_done, training_loss)
+            if private.steps_done % private.steps_per_epoch == 0 or private.steps_done == private.steps:
+                evaluations.append(_evaluate(private, loaded, spec, training_loss))
+                folder.write_metrics(evaluations)
+                observer.evaluated(evaluations[-1])
+    except KeyboardInterrupt:
+        interrupted = True
+    except Exception:
+        if private.steps_done == 0:
+            folder.remove()
+        else:  # what was released is spent: leave its account behind
+            folder.write_results(private, losses is not None)
+        raise
+    seconds = time.monotonic() - begin
+    folder.write_metrics(evaluations)
+    folder.write_results(private, losses is not None)
+    return RunResult(
+        spec=spec,
+        out=out,
+        epsilon=private.epsilon(),
+        noise_multiplier=private.private_step.noise_multiplier,
+        steps=private.steps_done,
+        planned_steps=private.steps,
+        seconds=seconds,
+        interrupted=interrupted,
+        evaluations=tuple(evaluations),
+    )
+
+
+def compare(
+    specs: Sequence[RunSpec],
+    out: Path,
+    *,
+    data_dir: Path | None = None,
+    observer: Observer | None = None,
+    show_sensitive: bool = False,
+) -> tuple[RunResult, ...]:
+    """Run one spec after another, each into a folder of `out` named after its method, and write comparison.json."""
+    refuse_existing(out)
+    for spec in specs:
+        spec.build_method()  # so that the last method's mistake is not found after the first one's training
+    results: list[RunResult] = []
+    try:
+        for spec in specs:
+            folder = out / spec.method
+            results.append(run(spec, folder, data_dir=data_dir, observer=observer, show_sensitive=show_sensitive))
+            if results[-1].interrupted:
+                break
+    finally:
+        if results:
+            write_json(out / "comparison.json", comparison_json(results, out))
+        elif out.is_dir() and not any(out.iterdir()):
+            out.rmdir()
+    return tuple(results)
+
+
+def refuse_existing(out: Path) -> None:
+    """A folder of results is never written into twice."""
+    if out.exists():
+        raise ValueError(f"{str(out)!r} exists already: choose another folder, or move this one away")
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    write_atomically(path, json.dumps(document, indent=2).encode() + b"\n")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The whole file or none of it: written beside its place, then renamed into it."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+class _Folder:
+    """A run's folder; making it claims the name."""
+
+    def __init__(self, path: Path, spec: RunSpec) -> None:
+        self._path = path
+        path.mkdir(parents=True)
+        write_atomically(path / "spec.json", spec.to_json().encode())
+
+    def write_metrics(self, evaluations: Sequence[Evaluation]) -> None:
+        lines = [json.dumps(evaluation.to_json()) + "\n" for evaluation in evaluations]
+        write_atomically(self._path / "metrics.jsonl", "".join(lines).encode())
+
+    def write_results(self, private: PrivateRun, sensitive_shown: bool) -> None:
+        """The model, and the certificate at the steps released."""
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in private.model.state_dict().items()}
+        write_atomically(self._path / "model.safetensors", safetensors.torch.save(weights))
+        certificate = private.certificate()
+        if sensitive_shown:
+            certificate["not_accounted_for"].append("the training loss, shown and recorded on demand")
+        write_json(self._path / "certificate.json", certificate)
+
+    def remove(self) -> None:
+        shutil.rmtree(self._path)
+
+
+class _LossMeter:
+    """Mean loss of one step's records over its evaluation points: sensitive, so it exists only on demand."""
+
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0
+
+    def add(self, losses: Tensor) -> None:
+        self._sum += float(losses.detach().sum())
+        self._count += len(losses)
+
+    def take(self) -> float | None:
+        mean = self._sum / self._count if self._count else None  # an empty batch has no loss
+        self._sum, self._count = 0.0, 0
+        return mean
+
+
+@lru_cache(maxsize=1)
+def _load(dataset: str, data_dir: Path | None) -> ImageData:
+    """Kept for the next method of a comparison."""
+    return data.load(dataset, data_dir)
+
+
+def _prepare(spec: RunSpec, loaded: ImageData, losses: _LossMeter | None) -> PrivateRun:
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        if losses:
+            losses.add(loss)
+        return loss
+
+    method = spec.build_method()
+    model = models.build(
+        spec.model,
+        in_channels=loaded.in_channels,
+        image_size=loaded.image_size,
+        classes=loaded.classes,
+        seed=spec.seed,
+    ).to(_device(spec.device))
+    assert spec.delta is not None
+    return make_private(
+        model=model,
+        optimizer=_optimizer(spec, model),
+        dataset=loaded.train,
+        loss_fn=loss_fn,
+        method=method,
+        target_epsilon=spec.epsilon,
+        target_delta=spec.delta,
+        noise_multiplier=spec.noise_multiplier,
+        batch_size=spec.batch_size,
+        epochs=spec.epochs,
+        steps=spec.steps,
+        clip_norm=spec.clip_norm,
+        clipping=spec.clipping,  # type: ignore[arg-type]  # refused there if it is not known
+        max_physical_batch_size=spec.max_physical_batch_size,
+        seed=spec.seed,
+        collate_fn=data.collate,
+    )
+
+
+def _optimizer(spec: RunSpec, model: nn.Module) -> Optimizer:
+    if spec.optimizer == "adam":
+        return torch.optim.Adam(model.parameters(), lr=spec.lr)
+    return torch.optim.SGD(model.parameters(), lr=spec.lr)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without the device
+        raise ValueError(f"device={name!r} cannot be used here: give cpu, or a device that torch finds") from error
+
+
+def _evaluate(private: PrivateRun, loaded: ImageData, spec: RunSpec, training_loss: float | None) -> Evaluation:
+    return Evaluation(
+        step=private.steps_done,
+        epoch=round(private.steps_done * spec.batch_size / len(loaded.train), 4),
+        epsilon=private.epsilon(),
+        test_accuracy=evaluate(private.model, loaded.test, collate_fn=data.collate),
+        training_loss=training_loss,
+    )

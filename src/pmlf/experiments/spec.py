@@ -1,0 +1,246 @@
+"""What a run is: data that says all that is needed to repeat it.
+
+The docstrings below the fields are also the help of the command line, whose options these fields are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import tyro
+
+from pmlf.arguments import steps_of_epochs
+
+if TYPE_CHECKING:  # the methods need torch, which takes seconds to import: not for a --help
+    from pmlf.methods import Method
+
+DEFAULT_EPSILON = 3.0
+DEFAULT_EPOCHS = 4.0
+DEFAULT_BATCH_SIZE = 500
+USUAL_DELTA = 1e-5
+OPTIMIZERS = ("sgd", "adam")
+
+
+def shown_default(text: str, metavar: str | None = None) -> Any:
+    """How the help describes a default that is not one constant."""
+    return tyro.conf.arg(help_behavior_hint=f"(default: {text})", metavar=metavar)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions:
+    """Parameters of the methods. One that the method does not take is refused."""
+
+    k: Annotated[int | None, shown_default("2")] = None
+    """dp-pmlf, inner-outer: how many of the last iterates each sample's gradient is taken at, 1 or more."""
+
+    beta: Annotated[float | None, shown_default("0.1")] = None
+    """dp-pmlf: an iterate j steps old weighs beta^j in a sample's momentum. In (0, 1]; 1 is the plain mean."""
+
+    a: Annotated[tuple[float, ...] | None, shown_default("-0.9", "[FLOAT ...]")] = None
+    """dp-pmlf, lp-dpsgd: feedback coefficients a_1 a_2 ... of the low-pass filter, as in `--a -0.9`.
+    No number at all, as in `--a --b 0.5 0.5`, is a filter without feedback."""
+
+    b: Annotated[tuple[float, ...] | None, shown_default("0.1", "FLOAT [FLOAT ...]")] = None
+    """dp-pmlf, lp-dpsgd: feed-forward coefficients b_0 b_1 ... of it, as in `--b 0.15 -0.05`.
+    The filter must be stable and -sum(a) + sum(b) must be 1; `pmlf filter` shows what one does."""
+
+    gamma: Annotated[float | None, shown_default("inner-outer 0.1, disk 0.5")] = None
+    """inner-outer: decay of the weights of older iterates, in (0, 1].
+    disk: length of the look-ahead, above 0."""
+
+    outer_momentum: Annotated[float | None, shown_default("0.9")] = None
+    """inner-outer: momentum on the noisy gradient, in [0, 1). The steady gain is 1/(1 - it)."""
+
+    kappa: Annotated[float | None, shown_default("0.7")] = None
+    """disk: weight of the new gradient, in (0, 1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How much privacy a run may spend, and in how many steps of which size."""
+
+    epsilon: Annotated[float | None, shown_default(f"{DEFAULT_EPSILON:g}, unless --noise-multiplier is given")] = None
+    """Privacy budget of the whole run, above 0; the noise is calibrated to it."""
+
+    noise_multiplier: Annotated[float | None, shown_default("from --epsilon")] = None
+    """Standard deviation of the noise over the clip norm, in place of --epsilon."""
+
+    delta: Annotated[float | None, shown_default("1e-5 if that is below 1/n, else n^-1.1")] = None
+    """Probability with which epsilon may fail to hold, in (0, 1); well below 1/n, of n training records."""
+
+    batch_size: int = DEFAULT_BATCH_SIZE
+    """Expected number of records a step: each joins independently with probability batch_size/n."""
+
+    epochs: Annotated[float | None, shown_default(f"{DEFAULT_EPOCHS:g}, unless --steps is given")] = None
+    """How often each record is drawn on average."""
+
+    steps: Annotated[int | None, shown_default("epochs * n / batch size, rounded up")] = None
+    """Number of steps, in place of --epochs."""
+
+    def resolved(self, records: int) -> Self:
+        """The same on so many records, nothing left to a default."""
+        # Refused here and not in __post_init__: the command line builds what was typed, then says what is wrong.
+        if self.epsilon is not None and self.noise_multiplier is not None:
+            raise ValueError(
+                f"epsilon={self.epsilon} and noise_multiplier={self.noise_multiplier} are both given: each follows "
+                "from the other, so give one"
+            )
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError(f"epochs={self.epochs} and steps={self.steps} are both given: give one")
+        epsilon = DEFAULT_EPSILON if self.noise_multiplier is None else None
+        epochs = DEFAULT_EPOCHS if self.steps is None else None
+        return replace(
+            self,
+            epsilon=epsilon if self.epsilon is None else self.epsilon,
+            delta=default_delta(records) if self.delta is None else self.delta,
+            epochs=epochs if self.epochs is None else self.epochs,
+        )
+
+    def planned_steps(self, records: int) -> int:
+        """T = ceil(epochs * n / B), as `make_private` counts."""
+        if self.steps is not None:
+            return self.steps
+        epochs = DEFAULT_EPOCHS if self.epochs is None else self.epochs
+        return steps_of_epochs(epochs, records, self.batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Budget):
+    """Everything about a run but its method: what a comparison keeps equal."""
+
+    dataset: str = "fashion-mnist-small"
+    """fashion-mnist-small (inside the package), mnist, fashion-mnist, cifar10 or cifar100."""
+
+    model: str = "cnn5"
+    """cnn5, linear, resnet18 or vit."""
+
+    lr: float = 2.0
+    """Learning rate, constant."""
+
+    optimizer: str = "sgd"
+    """What is given the private gradient: sgd or adam."""
+
+    clip_norm: float = 1.0
+    """Largest norm C of what one record adds to a step."""
+
+    clipping: str = "flat"
+    """flat scales a record's gradient v by min(1, C/|v|), automatic by C/(|v| + 0.01)."""
+
+    seed: Annotated[int | None, shown_default("none, cryptographic noise")] = None
+    """Makes the run reproducible: initial weights, draws and noise follow from it.
+    Whoever knows it can take the noise away: for experiments, not for a model to release."""
+
+    max_physical_batch_size: int = 256
+    """Records in memory at once. Changes memory and speed, nothing else."""
+
+    device: str = "cpu"
+    """Where to train: cpu, cuda, cuda:1, mps."""
+
+    options: Annotated[MethodOptions, tyro.conf.arg(name="method")] = MethodOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec(Setting):
+    """One run: a method in a setting."""
+
+    method: str = "dp-pmlf"
+
+    def build_method(self) -> Method:
+        """The method with the parameters given, its own defaults for the others."""
+        return _method_function(self.method)(**self._parameters())
+
+    def resolved(self, records: int) -> Self:
+        """The same run on so many records, nothing left to a default: what is written down."""
+        if not (self.lr > 0.0 and math.isfinite(self.lr)):
+            raise ValueError(f"lr={self.lr} is not positive and finite: it is the learning rate, 1 for example")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"unknown optimizer {self.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
+        parameters = {_option(self.method, name): value for name, value in self._parameters().items()}
+        return replace(super().resolved(records), options=MethodOptions(**parameters))
+
+    def to_json(self) -> str:
+        """Every field that is set."""
+        values = {name: value for name, value in asdict(self).items() if value is not None}
+        values["options"] = {name: value for name, value in values["options"].items() if value is not None}
+        return json.dumps(values, indent=2) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> RunSpec:
+        """The spec that `to_json` wrote.
+
+        >>> RunSpec.from_json(RunSpec(method="dpsgd", seed=1).to_json()) == RunSpec(method="dpsgd", seed=1)
+        True
+        """
+        values: dict[str, Any] = json.loads(text)
+        options: dict[str, Any] = values.pop("options", {})
+        for name, value in options.items():
+            options[name] = tuple(value) if isinstance(value, list) else value
+        _refuse_unknown(RunSpec, values)
+        _refuse_unknown(MethodOptions, options)
+        return RunSpec(**values, options=MethodOptions(**options))
+
+    def _parameters(self) -> dict[str, Any]:
+        """The method's parameters by the names its function gives them, defaults filled in."""
+        accepted = _accepted(self.method)
+        by_option = {_option(self.method, name): name for name in accepted}
+        given = {name: value for name, value in vars(self.options).items() if value is not None}
+        for name in given:
+            if name not in by_option:
+                takes = ", ".join(map(flag, by_option)) or "no parameters"
+                raise ValueError(f"{flag(name)} is not for {self.method}, which takes {takes}")
+        defaults = {name: parameter.default for name, parameter in accepted.items()}
+        return defaults | {by_option[name]: value for name, value in given.items()}
+
+
+def comparison(setting: Setting, methods: Sequence[str]) -> list[RunSpec]:
+    """A run for every method, each with those of the setting's method options that it takes; one must take each."""
+    if not methods or len(set(methods)) < len(methods):
+        raise ValueError(f"methods={' '.join(methods)!r} is not a list of different methods: give each once")
+    takes = {method: {_option(method, name) for name in _accepted(method)} for method in methods}
+    given = {name: value for name, value in vars(setting.options).items() if value is not None}
+    for name in given:
+        if not any(name in options for options in takes.values()):
+            raise ValueError(f"{flag(name)} is for none of {', '.join(methods)}: leave it out")
+
+    def spec(method: str) -> RunSpec:
+        options = MethodOptions(**{name: value for name, value in given.items() if name in takes[method]})
+        return RunSpec(**{**vars(setting), "method": method, "options": options})
+
+    return [spec(method) for method in methods]
+
+
+def default_delta(records: int) -> float:
+    """1e-5 where that is below 1/n, else n^-1.1, which always is."""
+    return USUAL_DELTA if records * USUAL_DELTA < 1 else records**-1.1
+
+
+def flag(field_name: str) -> str:
+    """A field as the command line spells it."""
+    return "--" + field_name.replace("_", "-")
+
+
+def _option(method: str, parameter: str) -> str:
+    """InnerOuter calls its outer momentum `beta`, which beside DP-PMLF's beta needs a name of its own."""
+    return "outer_momentum" if (method, parameter) == ("inner-outer", "beta") else parameter
+
+
+def _method_function(name: str) -> Callable[..., Method]:
+    from pmlf import methods
+
+    methods.resolve(name)  # refuses a name that is not known
+    return methods.PRESETS[name]
+
+
+def _accepted(method: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(_method_function(method)).parameters
+
+
+def _refuse_unknown(of: type, values: Mapping[str, Any]) -> None:
+    unknown = sorted(set(values) - {known.name for known in fields(of)})
+    if unknown:
+        raise ValueError(f"the spec has an unknown field {unknown[0]!r}: it was written by another version, or by hand")
