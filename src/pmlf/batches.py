@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -50,7 +51,9 @@ def select(batch: Any, chosen: slice) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on a device."""
+    """The batch with its tensors on a device; the batch itself where they are there."""
+    if all(tensor.device == device for tensor in tensors_of(batch)):
+        return batch
     return _mapped(batch, lambda tensor: tensor.to(device, non_blocking=True), lambda values: values)
 
 
@@ -65,7 +68,12 @@ def _mapped(batch: Any, on_tensor: Callable[[Tensor], Tensor], on_values: Callab
     if isinstance(batch, Tensor):
         return on_tensor(batch)
     if isinstance(batch, Mapping):
-        return type(batch)({key: _mapped(value, on_tensor, on_values) for key, value in batch.items()})  # type: ignore[call-arg]
+        mapped = {key: _mapped(value, on_tensor, on_values) for key, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return mapped
+        made = copy.copy(batch)  # keeps the type, whatever its constructor takes
+        made.update(mapped)
+        return made
     if isinstance(batch, (tuple, list)):
         if next(tensors_of(batch), None) is None:
             return on_values(batch)

@@ -14,7 +14,6 @@ of the very numbers that are added.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -69,21 +68,21 @@ class SumBuffers:
     """Memory for the sum of a logical batch, twice: a micro-batch's sum is written beside the one before it, so that
     an interrupted one changes nothing."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(self) -> None:
         self._sets: list[dict[str, Tensor]] = []
 
-    def __deepcopy__(self, memo: dict[int, object]) -> SumBuffers:
-        return SumBuffers(copy.deepcopy(self._parameters, memo))  # what is in them is sensitive, and nobody's
+    def __deepcopy__(self, memo: object) -> SumBuffers:
+        return SumBuffers()  # what is in them is sensitive, and nobody's
 
-    def other_than(self, current: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """A set of uninitialised tensors, at least float32, that is not the one in use."""
+    def other_than(self, current: Mapping[str, Tensor] | None, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Uninitialised tensors for the parameters, at least float32, that are not the ones in use."""
+        self._sets = [kept for kept in self._sets if all(kept[n].device == p.device for n, p in parameters.items())]
         for kept in self._sets:
             if kept is not current:
                 return kept
         made = {
             name: torch.empty(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-            for name, p in self._parameters.items()
+            for name, p in parameters.items()
         }
         self._sets.append(made)
         return made

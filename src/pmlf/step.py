@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pmlf.arguments import require_positive
-from pmlf.batches import batch_size, select
+from pmlf.batches import batch_size, select, to_device
 from pmlf.capture import LossFunction, Plan
 from pmlf.filters import FilterMemory
 from pmlf.gradients import SumBuffers, Workspace
@@ -83,7 +83,7 @@ class PrivateStep:
         self.randomness = randomness_from(generator)
         self._plan = Plan.of(model)
         self._workspace = Workspace()
-        self._sums = SumBuffers(dict(zip(self._plan.parameters, self.trained, strict=True)))
+        self._sums = SumBuffers()
         self._history = History(self.method.points.depth)
         self._filter = FilterMemory(self.method.low_pass)
         self._releases = 0
@@ -99,8 +99,12 @@ class PrivateStep:
     @property
     def trained(self) -> list[nn.Parameter]:
         """The trainable parameters, in the model's order."""
+        return list(self._named.values())
+
+    @property
+    def _named(self) -> dict[str, nn.Parameter]:
         parameters = dict(self.model.named_parameters())
-        return [parameters[name] for name in self._plan.parameters]
+        return {name: parameters[name] for name in self._plan.parameters}
 
     def accumulate(self, micro_batch: Any, *, samples: Tensor | None = None) -> None:
         """Add the clipped momentum of a micro-batch's samples to the pending sum: all of them, or nothing.
@@ -110,6 +114,7 @@ class PrivateStep:
         self._refuse_torn()
         self._refuse_changed_model()
         size = batch_size(micro_batch)
+        micro_batch = to_device(micro_batch, self.trained[0].device)
         pending = self._pending or _Pending(fingerprint=_fingerprint(self.trained))
         if size == 0:
             self._pending = pending
@@ -118,7 +123,7 @@ class PrivateStep:
             samples = torch.arange(pending.samples, pending.samples + size)
         self._check_first(micro_batch, size)
         momentum = self._momentum(micro_batch, size, samples, pending.micro_batches)
-        sums = self._sums.other_than(pending.sums)
+        sums = self._sums.other_than(pending.sums, self._named)
         momentum.write_clipped_sum(self.clip_norm, self.clipping, pending.sums, sums)
         self._pending = _Pending(
             fingerprint=pending.fingerprint,
@@ -135,7 +140,7 @@ class PrivateStep:
         sums = None if self._pending is None else self._pending.sums
         self._torn = True
         if sums is None:  # an empty batch is a step like any other
-            sums = self._sums.other_than(None)
+            sums = self._sums.other_than(None, self._named)
             for value in sums.values():
                 value.zero_()
         values = list(sums.values())
