@@ -109,6 +109,20 @@ def test_a_deep_copy_is_independent_and_draws_its_own_noise() -> None:
     assert bool(next(model.parameters()).any())
 
 
+def test_a_sum_is_never_written_where_a_released_gradient_was_seen() -> None:
+    """p.grad, and whatever the caller kept of it, holds released values only."""
+    model = small()
+    step = build(model, method="dp-pmlf", noise_multiplier=1.0)
+    kept: list[tuple[Tensor, Tensor]] = []
+    for _ in range(3):
+        for _ in range(3):
+            step.accumulate(images(6)(5))
+        assert all(torch.equal(tensor, value) for tensor, value in kept)
+        step.release()
+        kept += [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+
+
 def test_hooks_and_state_leave_nothing_on_the_model() -> None:
     model = small()
     before = {name: set(vars(module)) for name, module in model.named_modules()}

@@ -57,6 +57,10 @@ class Factors(ABC):
     def without(self, refused: Tensor) -> Factors:
         """The same with zeros in place of the samples marked in `refused` (scaling an inf by 0 would give NaN)."""
 
+    def merged(self, other: Factors) -> Factors | None:
+        """Both uses as one with no more tokens, where that can be; None otherwise."""
+        return None
+
     def arranged(self, flat: Tensor, shape: torch.Size) -> Tensor:
         """A gradient in the order of `form`, (size,), as a tensor of the parameter's shape."""
         return flat.view(shape)
@@ -147,6 +151,12 @@ class Outer(Factors):
         scaled = torch.mul(self.left, scale.to(self.left.dtype)[:, None, None], out=scratch(self.left)).flatten(0, 1)
         matrix = out.view(self.rows, self.cols)
         torch.addmm(matrix, scaled.mT, self.right.flatten(0, 1), beta=1 if add else 0, out=matrix)
+
+    def merged(self, other: Factors) -> Factors | None:
+        """A first layer has the same input at every point: only the gradients at its output are added."""
+        if not isinstance(other, Outer) or not _same_memory(self.right, other.right):
+            return None
+        return replace(self, left=self.left + other.left)
 
     def without(self, refused: Tensor) -> Outer:
         return replace(self, left=blank(self.left, refused), right=blank(self.right, refused))
@@ -277,6 +287,10 @@ def _inner(left: Tensor, other: Tensor) -> Tensor:
         index = left.unsqueeze(2).expand(-1, -1, other.shape[2], -1)
         return other.gather(3, index).mT
     return left.unsqueeze(3) == other.unsqueeze(2)
+
+
+def _same_memory(one: Tensor, two: Tensor) -> bool:
+    return one.data_ptr() == two.data_ptr() and one.shape == two.shape and one.stride() == two.stride()
 
 
 def blank(tensor: Tensor, refused: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ def fix_model(model: nn.Module) -> nn.Module:
     BatchNorm becomes GroupNorm (weights taken over; its running statistics have no place there), InstanceNorm stops
     tracking statistics, MultiheadAttention becomes Linear layers with scaled dot-product attention, computing the same.
 
-    >>> fix_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
-    GroupNorm(2, 8, eps=1e-05, affine=True)
+    >>> fix_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].num_groups
+    2
     """
     fixed = copy.deepcopy(model)
     replacement = _replacement(fixed)

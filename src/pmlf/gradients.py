@@ -74,6 +74,10 @@ class SumBuffers:
     def __deepcopy__(self, memo: object) -> SumBuffers:
         return SumBuffers()  # what is in them is sensitive, and nobody's
 
+    def give_away(self, current: Mapping[str, Tensor]) -> None:
+        """Never use these tensors again."""
+        self._sets = [kept for kept in self._sets if kept is not current]
+
     def other_than(self, current: Mapping[str, Tensor] | None, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Uninitialised tensors for the parameters, at least float32, that are not the ones in use."""
         self._sets = [kept for kept in self._sets if all(kept[n].device == p.device for n, p in parameters.items())]
@@ -109,7 +113,11 @@ class ParameterGradient:
     def add(self, factors: Factors, points: int) -> None:
         """Add one use, formed or kept as factors, whichever is cheaper for `points` times its tokens."""
         if self._held is None and (self._factors or not self._workspace.holds(self._name, factors, points)):
-            self._factors.append(factors)
+            merged = self._factors[-1].merged(factors) if self._factors else None
+            if merged is None:
+                self._factors.append(factors)
+            else:
+                self._factors[-1] = merged
             return
         add = self._held is not None
         if self._held is None:
@@ -166,6 +174,12 @@ def factored_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor]:
     """(norm^2, slack) of gradients given by factors, by Gram matrices or, where those are larger, by forming and
     dropping the gradient a few samples at a time."""
     first, tokens, by_gram = uses[0], sum(use.tokens for use in uses), prefers_gram(uses)
+    if tokens == 1 and first.groups == 1:  # nothing can cancel: |left|^2 |right|^2
+        left, right = first.sides(slice(0, first.samples))
+        squared = squared_norms(right.flatten(1))
+        if left.is_floating_point():
+            squared *= squared_norms(left.flatten(1))
+        return squared, torch.zeros_like(squared)
     sides = 8 * sum(use.groups * use.tokens * (use.rows + use.cols) for use in uses)
     work = sides + (8 * first.groups * first.tokens**2 if by_gram else 4 * first.size)
     norms, slacks = [], []

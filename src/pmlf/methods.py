@@ -50,8 +50,8 @@ def dp_pmlf(k: int = 2, beta: float = 0.1, a: Sequence[float] = (-0.9,), b: Sequ
     """DP-PMLF (Algorithm 1): per-sample momentum beta^j/c over k iterates, then a low-pass filter.
 
     >>> method = dp_pmlf(k=3, beta=0.5)
-    >>> method.points.depth, method.low_pass.dc_gain
-    (2, 1.0)
+    >>> method.points.depth, method.low_pass.order
+    (2, 1)
     """
     return Method(name="dp-pmlf", points=_momentum(k, beta), low_pass=LowPass(a=a, b=b))
 

@@ -125,10 +125,18 @@ def randomness_from(generator: torch.Generator | Randomness | None) -> Randomnes
 @contextmanager
 def torch_seeded(stream: Stream, device: torch.device) -> Iterator[None]:
     """Seed torch's global generators from a stream (dropout draws from them) and restore them afterwards."""
-    devices = [device] if device.type not in ("cpu", "mps") else []
-    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(stream.seed())
+    seed, generator = stream.seed(), torch.default_generator
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    states = generator.get_state(), None if accelerator is None else accelerator.get_rng_state()
+    generator.manual_seed(seed)  # torch.manual_seed would take a millisecond, and reseed devices not in use
+    if accelerator is not None:
+        accelerator.manual_seed(seed)
+    try:
         yield
+    finally:
+        generator.set_state(states[0])
+        if accelerator is not None:
+            accelerator.set_rng_state(states[1])
 
 
 def keyed_uniforms(stream: Stream, samples: Tensor, draws: int) -> Tensor:

@@ -151,7 +151,8 @@ class PrivateStep:
             value.div_(self.expected_batch_size)
         self._history.remember(parameters)
         for parameter, filtered in zip(parameters, self._filter.apply(values), strict=True):
-            parameter.grad = filtered.to(parameter.dtype, copy=True)  # the sum's memory never leaves the step
+            parameter.grad = filtered.to(parameter.dtype)
+        self._sums.give_away(sums)  # it is p.grad now: no later sum is written where the caller can see it
         self._pending = None
         self._releases += 1
         self._torn = False
@@ -253,6 +254,13 @@ class _Pending:
 
 def _fingerprint(parameters: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     """Version and a sum of the bits of each parameter: `p.data` can be changed without a new version."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = [p.detach().view(integers[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
-    return tuple((p._version, int(b)) for p, b in zip(parameters, bits, strict=True))
+    return tuple((p._version, _bit_sum(p.detach())) for p in parameters)
+
+
+def _bit_sum(tensor: Tensor) -> int:
+    """Sum of a tensor's memory in 64-bit words, modulo 2^64: no conversion, so no copy."""
+    flat = tensor.contiguous().view(-1)
+    each = 8 // tensor.element_size()
+    whole = flat.numel() - flat.numel() % each
+    rest = flat[whole:].view(torch.uint8).sum() if whole < flat.numel() else 0
+    return int(flat[:whole].view(torch.int64).sum()) + int(rest)
