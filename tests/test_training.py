@@ -157,6 +157,18 @@ def test_a_batch_is_stepped_once_in_order_and_only_if_issued() -> None:
         run.step(read)
 
 
+def test_samples_that_the_sampler_did_not_draw_are_refused() -> None:
+    run = private(seed=1)
+    batches = run.batches()
+    batch = next(batches)
+    run.private_step.accumulate((torch.zeros(2, 5), torch.zeros(2, dtype=torch.long)))
+    with pytest.raises(RuntimeError, match=r"accumulated outside run\.step"):
+        run.step(batch)
+    run.private_step.discard()
+    run.step(batch)
+    assert run.steps_done == 1
+
+
 def test_a_failing_step_spends_nothing_and_the_run_goes_on() -> None:
     fail = True
 

@@ -97,6 +97,11 @@ class PrivateStep:
         return self._releases
 
     @property
+    def pending(self) -> bool:
+        """Whether samples were accumulated and not released yet."""
+        return self._pending is not None
+
+    @property
     def trained(self) -> list[nn.Parameter]:
         """The trainable parameters, in the model's order."""
         return list(self._named.values())

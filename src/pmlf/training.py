@@ -155,6 +155,11 @@ class PrivateRun:
                 "this batch was not issued by run.batches(), or was used already: give each issued batch to run.step "
                 "once"
             )
+        if self.private_step.pending:
+            raise RuntimeError(
+                "samples were accumulated outside run.step, and the sampler did not draw them: "
+                "run.private_step.discard() forgets them"
+            )
         self._due = None
         try:
             for indices, micro_batch in batch.numbered():
