@@ -20,9 +20,10 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 from torch import Tensor
 
-CHUNK = 1 << 17  # Gaussians made at a time: the float64 work arrays stay in cache
+CHUNK = 1 << 18  # Gaussians made at a time: the work arrays stay in cache
 _ZEROS = bytes(8 * CHUNK)
-_TO_UNIT = 2.0**-53
+_MANTISSA = (1 << 52) - 1
+_ONE = 1023 << 52  # the exponent bits of a float64 in [1, 2)
 
 
 class Stream:
@@ -33,8 +34,12 @@ class Stream:
 
     def words(self, count: int) -> NDArray[np.uint64]:
         """The next `count` uniform 64-bit words."""
-        parts = [self._cipher.update(_ZEROS[: 8 * min(CHUNK, count - start)]) for start in range(0, count, CHUNK)]
-        return np.frombuffer(b"".join(parts), dtype=np.uint64)
+        found = np.empty(count, dtype=np.uint64)
+        room = memoryview(found.data).cast("B")
+        for start in range(0, 8 * count, 8 * CHUNK):
+            part = room[start : start + 8 * CHUNK]
+            self._cipher.update_into(_ZEROS[: len(part)], part)
+        return found
 
     def seed(self) -> int:
         """One non-negative 63-bit number, for generators that take a seed."""
@@ -54,23 +59,22 @@ class Stream:
         return np.flatnonzero(self.words(population) < np.uint64(threshold))
 
     def add_gaussian_(self, tensor: Tensor, std: float) -> None:
-        """tensor += std * N(0, I), in place, by Box-Muller in float64 on 53-bit uniforms, chunk by chunk."""
+        """tensor += std * N(0, I), in place, by Box-Muller in float64 on 52-bit uniforms, chunk by chunk."""
         if not tensor.is_contiguous():
             raise ValueError("noise is added to contiguous tensors only")
         flat = tensor.detach().view(-1)
         for start in range(0, flat.numel(), CHUNK):
             target = flat[start : start + CHUNK]
-            target.add_(torch.from_numpy(self._gaussians(target.numel(), std)).to(target))
+            target.add_(self._gaussians(target.numel()).to(target), alpha=std)
 
-    def _gaussians(self, count: int, std: float) -> NDArray[np.float64]:
+    def _gaussians(self, count: int) -> Tensor:
         pairs = (count + 1) // 2
-        uniforms = (self.words(2 * pairs) >> np.uint64(11)).astype(np.float64)
-        uniforms *= _TO_UNIT
-        radius, angle = uniforms[:pairs], uniforms[pairs:]
-        # 1 - u lies in (0, 1]: the logarithm is finite.
-        radius = std * np.sqrt(-2.0 * np.log(1.0 - radius))
-        angle *= 2.0 * math.pi
-        return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+        bits = torch.from_numpy(self.words(2 * pairs).view(np.int64))
+        uniforms = bits.bitwise_and_(_MANTISSA).bitwise_or_(_ONE).view(torch.float64)  # in [1, 2)
+        # 2 - u lies in (0, 1]: the logarithm is finite.
+        radius = uniforms[:pairs].neg_().add_(2.0).log_().mul_(-2.0).sqrt_()
+        angle = uniforms[pairs:].mul_(2.0 * math.pi)
+        return torch.cat([radius * angle.cos(), angle.sin_().mul_(radius)])[:count]
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ def keyed_uniforms(stream: Stream, samples: Tensor, draws: int) -> Tensor:
     key = np.uint64(stream.words(1)[0])
     columns = np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     rows = _mixed(_mixed(samples.cpu().numpy().astype(np.uint64)) ^ key)
-    return torch.from_numpy((_mixed(rows[:, None] + columns) >> np.uint64(11)).astype(np.float64) * _TO_UNIT)
+    return torch.from_numpy((_mixed(rows[:, None] + columns) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
 def _mixed(word: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from pmlf.batches import batch_size, select, to_dtype
 from pmlf.capture import LossFunction, Plan, capture, per_sample_loss
 from pmlf.factors import Factors
-from pmlf.gradients import Workspace, squared_norms
+from pmlf.gradients import SumBuffers, Workspace, squared_norms
 from pmlf.methods import Method, resolve
 from pmlf.momentum import SampleMomentum, clip_factors
 from pmlf.noise import SeededRandomness, torch_seeded
@@ -81,7 +81,12 @@ def check(
 
 
 def check_samples(
-    model: nn.Module, plan: Plan, loss_fn: LossFunction, batch: Any, clip_norm: float, weights: Sequence[float] = (1.0,)
+    model: nn.Module,
+    plan: Plan,
+    loss_fn: LossFunction,
+    batch: Any,
+    clip_norm: float,
+    weights: Sequence[float] = (1.0,),
 ) -> None:
     """Compare norm and clipped sum with plain autograd, one sample at a time, on all samples of a small batch."""
     with _as_in_evaluation(model):
@@ -112,27 +117,6 @@ def check_samples(
     )
 
 
-def _disagreement(
-    model: nn.Module, plan: Plan, loss_fn: LossFunction, batch: Any, clip_norm: float, weights: Sequence[float]
-) -> str | None:
-    """The parameter where factors and plain autograd, one sample at a time, differ most; None where they agree."""
-    with _half_precision_seen() as half:
-        ours = _from_factors(model, plan, loss_fn, batch, clip_norm, weights)
-        reference = _from_autograd(model, loss_fn, _singles(batch), clip_norm, sum(weights))
-    return _difference(ours, reference, clip_norm, _HALF_PRECISION if half else _FULL_PRECISION)
-
-
-def _singles(batch: Any) -> list[Any]:
-    return [select(batch, slice(i, i + 1)) for i in range(batch_size(batch))]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    norms: Tensor  # (samples,)
-    sums: dict[str, Tensor]
-    spread: Tensor  # (samples,): the size of what was added up, however much of it cancelled
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Tolerance:
     """What rounding may do: relative to the result, and relative to the terms that were added to get it."""
@@ -145,63 +129,83 @@ _FULL_PRECISION = _Tolerance(relative=1e-3, of_spread=1e-5)
 _HALF_PRECISION = _Tolerance(relative=5e-2, of_spread=2e-3)
 
 
+def _disagreement(
+    model: nn.Module,
+    plan: Plan,
+    loss_fn: LossFunction,
+    batch: Any,
+    clip_norm: float,
+    weights: Sequence[float],
+) -> str | None:
+    """The parameter where factors and plain autograd, one sample at a time, differ most; None where they agree."""
+    sums = SumBuffers().other_than(None, _trained(model))
+    with _half_precision_seen() as half:
+        norms, spread = _from_factors(model, plan, loss_fn, batch, clip_norm, sums, weights)
+        references = [
+            _subtract_single(model, loss_fn, single, clip_norm, sums, sum(weights)) for single in _singles(batch)
+        ]
+    tolerance = _HALF_PRECISION if half else _FULL_PRECISION
+    expected = torch.tensor(references, dtype=torch.float64)
+    finite = norms.isfinite() & expected.isfinite()
+    allowed = tolerance.relative * expected + tolerance.of_spread * spread + 1e-12
+    norms_agree = bool((((norms - expected).abs() <= allowed) | ~finite).all())
+    factors = clip_factors(norms, clip_norm, "flat")
+    largest = tolerance.relative * factors * expected + tolerance.of_spread * factors * spread
+    left_over = {name: float(value.norm()) for name, value in sums.items()}
+    worst = max(left_over, key=lambda name: left_over[name])
+    sums_agree = left_over[worst] <= float(largest[finite].sum()) + 1e-12
+    same = bool((norms.isfinite() == expected.isfinite()).all())
+    return None if same and norms_agree and sums_agree else worst
+
+
 def _from_factors(
-    model: nn.Module, plan: Plan, loss_fn: LossFunction, batch: Any, clip_norm: float, weights: Sequence[float]
-) -> _Outcome:
-    values = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    model: nn.Module,
+    plan: Plan,
+    loss_fn: LossFunction,
+    batch: Any,
+    clip_norm: float,
+    sums: dict[str, Tensor],
+    weights: Sequence[float],
+) -> tuple[Tensor, Tensor]:
+    """Write the clipped sum; return each sample's norm and spread (what was added up, however much cancelled)."""
     samples = batch_size(batch)
     momentum = SampleMomentum(plan, samples, len(weights), Workspace())
     spread = torch.zeros(samples, dtype=torch.float64)
     for weight in weights:
-        for name, contribution in capture(model, plan, values, loss_fn, batch, samples, weight):
+        for name, contribution in capture(model, plan, _trained(model), loss_fn, batch, samples, weight):
             if isinstance(contribution, Factors):
                 spread += contribution.spread(slice(0, samples)).cpu()
             momentum.add(name, contribution)
     norms = momentum.norms()
-    sums = _zero_sums(model)
     momentum.write_clipped_sum(clip_norm, "flat", None, sums)
-    return _Outcome(norms=norms, sums=sums, spread=spread)
+    return norms, spread
 
 
-def _from_autograd(
-    model: nn.Module, loss_fn: LossFunction, singles: Sequence[Any], clip_norm: float, weight: float
-) -> _Outcome:
-    """One sample at a time; one sum is kept, so that large models need little more than their own size."""
+def _subtract_single(
+    model: nn.Module, loss_fn: LossFunction, single: Any, clip_norm: float, sums: dict[str, Tensor], weight: float
+) -> float:
+    """Take one sample's clipped gradient, by plain autograd, away from the sum; return its norm.
+
+    So nothing but one gradient is kept beside the sum: the check needs little more memory than a training step.
+    """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sums, norms = _zero_sums(model), []
-    for single in singles:
-        loss = per_sample_loss(loss_fn(model, single), 1)
-        found = torch.autograd.grad(loss.sum(), list(parameters.values()), allow_unused=True)
-        grads = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
-        squares = [squared_norms(g.reshape(1, -1)).cpu() for g in grads.values()]
-        norm = weight * torch.stack(squares).sum().sqrt()
-        if bool(norm.isfinite()):
-            for name, grad in grads.items():
-                sums[name].add_(grad, alpha=weight * float(clip_factors(norm, clip_norm, "flat")))
-        norms.append(norm)
-    return _Outcome(norms=torch.stack(norms), sums=sums, spread=torch.zeros(len(norms)))
+    loss = per_sample_loss(loss_fn(model, single), 1)
+    found = torch.autograd.grad(loss.sum(), list(parameters.values()), allow_unused=True)
+    grads = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+    norm = weight * torch.stack([squared_norms(g.reshape(1, -1)).cpu() for g in grads.values()]).sum().sqrt()
+    if bool(norm.isfinite()):
+        factor = float(clip_factors(norm, clip_norm, "flat"))
+        for name, grad in grads.items():
+            sums[name].sub_(grad, alpha=weight * factor)
+    return float(norm)
 
 
-def _zero_sums(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
+def _singles(batch: Any) -> list[Any]:
+    return [select(batch, slice(i, i + 1)) for i in range(batch_size(batch))]
 
 
-def _difference(ours: _Outcome, reference: _Outcome, clip_norm: float, tolerance: _Tolerance) -> str | None:
-    """The parameter where two outcomes differ most, or None where they agree but for rounding."""
-    finite = ours.norms.isfinite() & reference.norms.isfinite()
-    allowed = tolerance.relative * reference.norms + tolerance.of_spread * ours.spread + 1e-12
-    close = ((ours.norms - reference.norms).abs() <= allowed) | ~finite
-    same = bool((ours.norms.isfinite() == reference.norms.isfinite()).all())
-    scale = sum(float(squared_norms(s.view(1, -1))) for s in reference.sums.values()) ** 0.5
-    rounding = float((ours.spread * clip_factors(ours.norms, clip_norm, "flat"))[finite].sum())
-    distances = {name: float((ours.sums[name] - s).norm()) for name, s in reference.sums.items()}
-    worst = max(distances, key=lambda name: distances[name])
-    sums_agree = distances[worst] <= tolerance.relative * scale + tolerance.of_spread * rounding + 1e-12
-    return None if same and bool(close.all()) and sums_agree else worst
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 @contextmanager
