@@ -69,7 +69,7 @@ class SumBuffers:
     an interrupted one changes nothing."""
 
     def __init__(self) -> None:
-        self._sets: list[dict[str, Tensor]] = []
+        self._sets: list[_Sums] = []
 
     def __deepcopy__(self, memo: object) -> SumBuffers:
         return SumBuffers()  # what is in them is sensitive, and nobody's
@@ -80,16 +80,26 @@ class SumBuffers:
 
     def other_than(self, current: Mapping[str, Tensor] | None, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Uninitialised tensors for the parameters, at least float32, that are not the ones in use."""
-        self._sets = [kept for kept in self._sets if all(kept[n].device == p.device for n, p in parameters.items())]
+        self._sets = [kept for kept in self._sets if all(t.device == parameters[n].device for n, t in kept.items())]
         for kept in self._sets:
             if kept is not current:
                 return kept
-        made = {
-            name: torch.empty(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-            for name, p in parameters.items()
-        }
-        self._sets.append(made)
-        return made
+        self._sets.append(_Sums(parameters))
+        return self._sets[-1]
+
+
+class _Sums(dict[str, Tensor]):
+    """Made when first written to: by then the factors of the parameter before it have gone."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._parameters = parameters
+
+    def __missing__(self, name: str) -> Tensor:
+        like = self._parameters[name]
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        self[name] = torch.empty(like.shape, dtype=dtype, device=like.device)
+        return self[name]
 
 
 class ParameterGradient:
@@ -138,13 +148,14 @@ class ParameterGradient:
         self._factors = [factors.without(refused) for factors in self._factors]
 
     def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool) -> None:
-        """out = sum_i scale_i * gradient_i, or out += it."""
+        """out = sum_i scale_i * gradient_i, or out += it; then forget the gradients, to make room."""
         if self._held is not None:
             total = scale.to(self._held.dtype) @ self._held
             arranged = total.view(out.shape) if self._like is None else self._like.arranged(total, out.shape)
             out.add_(arranged) if add else out.copy_(arranged)
         for index, factors in enumerate(self._factors):
             factors.write_clipped_sum(scale, out, add=add or index > 0, scratch=self._workspace.scratch)
+        self._held, self._factors = None, []  # served
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:

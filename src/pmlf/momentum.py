@@ -76,8 +76,8 @@ class SampleMomentum:
         refused = ~norms.isfinite()
         scale = torch.where(refused, 0.0, clip_factors(norms, clip_norm, clipping))
         some_refused = bool(refused.any())
-        for name, out in into.items():
-            gradient = self._gradients[name]
+        for name, gradient in self._gradients.items():
+            out = into[name]
             if before is not None:
                 out.copy_(before[name])
             elif name not in self._touched:

@@ -146,9 +146,9 @@ class PrivateStep:
         self._torn = True
         if sums is None:  # an empty batch is a step like any other
             sums = self._sums.other_than(None, self._named)
-            for value in sums.values():
-                value.zero_()
-        values = list(sums.values())
+            for name in self._plan.parameters:
+                sums[name].zero_()
+        values = [sums[name] for name in self._plan.parameters]
         noise = self.randomness.stream("noise", self._releases)
         for value in values:
             if self.noise_multiplier > 0.0:
