@@ -10,6 +10,7 @@ from typing import Annotated, TextIO
 import tyro
 
 from pmlf.commands.account import Account
+from pmlf.commands.bench import Bench
 from pmlf.commands.common import INTERRUPTED, REFUSED, Command, say
 from pmlf.commands.filter import Filter
 from pmlf.commands.training import Compare, Train
@@ -19,6 +20,7 @@ _AnyCommand = (
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Account, tyro.conf.subcommand("account")]
     | Annotated[Filter, tyro.conf.subcommand("filter")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 
 

@@ -29,9 +29,7 @@ _BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
 NAMES = tuple(_BUILDERS)
 
 
-def build(
-    name: str, *, in_channels: int, image_size: int, classes: int, seed: int | None = None
-) -> nn.Module:
+def build(name: str, *, in_channels: int, image_size: int, classes: int, seed: int | None = None) -> nn.Module:
     """A new model on the CPU, by name.
 
     With a seed the initial weights are a function of it alone, and torch's global generator stays as it was.

@@ -25,9 +25,7 @@ class ViT(nn.Module):
     ) -> None:
         super().__init__()
         if image_size % patch:
-            raise ValueError(
-                f"patch {patch} does not divide image_size {image_size}: choose one of its divisors"
-            )
+            raise ValueError(f"patch {patch} does not divide image_size {image_size}: choose one of its divisors")
         if width % heads:
             raise ValueError(f"heads {heads} does not divide width {width}: choose one of its divisors")
         self.image_size = image_size
@@ -62,9 +60,7 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, MLP_RATIO * width), nn.GELU(), nn.Linear(MLP_RATIO * width, width)
-        )
+        self.mlp = nn.Sequential(nn.Linear(width, MLP_RATIO * width), nn.GELU(), nn.Linear(MLP_RATIO * width, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens + self.attention(self.attention_norm(tokens))  # (N, T, D)

@@ -1,0 +1,147 @@
+"""What is measured: models with random weights, and random batches of the sizes that they are trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pmlf import models
+from pmlf.models.vit import Block
+
+SEED = 0
+Batch = tuple[Tensor, Tensor]  # inputs, classes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and its batch. `imports` are the modules that count as imports, not as the model's memory."""
+
+    name: str
+    batch: int
+    classes: int
+    build: Callable[[], nn.Module]
+    inputs: Callable[[int], Tensor]
+    images: bool = False
+    micro_batches: int = 1  # of a whole step, whose size is then micro_batches * batch
+    imports: tuple[str, ...] = ()
+
+    def samples(self, scale: float = 1.0) -> int:
+        """Batch size, scaled."""
+        return max(1, round(self.batch * scale))
+
+    def prepare(self, scale: float = 1.0) -> tuple[nn.Module, Batch]:
+        """Model and batch, the same in every process."""
+        torch.manual_seed(SEED)
+        model = self.build().train()
+        samples = self.samples(scale)
+        return model, (self.inputs(samples), torch.randint(self.classes, (samples,)))
+
+
+def losses(model: nn.Module, batch: Batch) -> Tensor:
+    """One loss a sample: the same for every case and contender."""
+    inputs, classes = batch
+    return F.cross_entropy(model(inputs), classes, reduction="none")
+
+
+def _image_model(name: str, *, batch: int, size: int = 32, channels: int = 3, micro_batches: int = 1) -> Case:
+    return Case(
+        name=name,
+        batch=batch,
+        classes=10,
+        build=lambda: models.build(name, in_channels=channels, image_size=size, classes=10),
+        inputs=lambda samples: torch.randn(samples, channels, size, size),
+        images=name != "linear",
+        micro_batches=micro_batches,
+    )
+
+
+class _Classifier(nn.Module):
+    """A Hugging Face classifier that returns its logits as a tensor, as the other models do."""
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(input_ids=tokens).logits
+        return logits
+
+
+_VOCABULARY, _SPECIAL_TOKENS = 50265, 5
+
+
+def _roberta() -> nn.Module:
+    """RoBERTa-base in size, with random weights: nothing is downloaded. No dropout: all take the same gradient."""
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    config = RobertaConfig(
+        vocab_size=_VOCABULARY,
+        max_position_embeddings=514,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return _Classifier(RobertaForSequenceClassification(config))
+
+
+class _Stack(nn.Module):
+    """Two transformer blocks over tokens that are vectors already, then a classifier on their mean."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(width, heads=4), Block(width, heads=4))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.blocks(tokens).mean(dim=1))
+        return logits
+
+
+def stack(width: int, length: int) -> Case:
+    """A small transformer on `length` tokens of `width` numbers: what growth is measured on."""
+    return Case(
+        name=f"stack-{width}x{length}",
+        batch=32,
+        classes=10,
+        build=lambda: _Stack(width),
+        inputs=lambda samples: torch.randn(samples, length, width),
+    )
+
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        _image_model("cnn5", batch=256, micro_batches=4),
+        _image_model("resnet18", batch=64),
+        _image_model("vit", batch=128),
+        Case(
+            name="roberta",
+            batch=16,
+            classes=2,
+            build=_roberta,
+            inputs=lambda samples: torch.randint(_SPECIAL_TOKENS, _VOCABULARY, (samples, 64)),
+            imports=("transformers.models.roberta.modeling_roberta",),
+        ),
+        _image_model("linear", batch=1000, size=28, channels=1),
+    )
+}
+WIDTHS, LENGTHS = (64, 128, 256, 512), (16, 32, 64, 128, 256)
+STACK_WIDTH, STACK_LENGTH = 128, 64  # where the other one is varied
+STACKS: dict[str, Case] = {
+    case.name: case
+    for case in (
+        *(stack(width, STACK_LENGTH) for width in WIDTHS),
+        *(stack(STACK_WIDTH, length) for length in LENGTHS),
+    )
+}
+
+
+def find(name: str) -> Case:
+    """The case of that name."""
+    known = {**CASES, **STACKS}
+    if name not in known:
+        raise ValueError(f"unknown case {name!r}: choose from {', '.join(CASES)}")
+    return known[name]
