@@ -169,6 +169,14 @@ def test_samples_that_the_sampler_did_not_draw_are_refused() -> None:
     assert run.steps_done == 1
 
 
+def test_the_mechanism_cannot_be_changed_on_the_way() -> None:
+    run = private(seed=1)
+    names = ("noise_multiplier", "clip_norm", "expected_batch_size", "clipping", "method", "randomness")
+    for owner, name in [(run.private_step, name) for name in names] + [(run, "steps"), (run, "delta")]:
+        with pytest.raises(AttributeError):
+            setattr(owner, name, getattr(owner, name))
+
+
 def test_a_failing_step_spends_nothing_and_the_run_goes_on() -> None:
     fail = True
 

@@ -74,13 +74,15 @@ class PrivateStep:
             warnings.warn("noise_multiplier=0: no noise is added and nothing is private", stacklevel=2)
         self.model = model
         self.loss_fn = loss_fn
-        self.method = resolve(method)
-        self.clip_norm = clip_norm
-        self.noise_multiplier = noise_multiplier
-        self.expected_batch_size = expected_batch_size
-        self.clipping: Clipping = clipping
         self.augmentation = augmentation
-        self.randomness = randomness_from(generator)
+        self._mechanism = _Mechanism(
+            method=resolve(method),
+            clip_norm=clip_norm,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=expected_batch_size,
+            clipping=clipping,
+            randomness=randomness_from(generator),
+        )
         self._plan = Plan.of(model)
         self._workspace = Workspace()
         self._sums = SumBuffers()
@@ -90,6 +92,32 @@ class PrivateStep:
         self._pending: _Pending | None = None
         self._torn = False
         self._checked = 0  # samples of the largest check passed: 0, 1 or 2
+
+    # What is accounted for is fixed at the start: less noise for some of the steps would be spent and not counted.
+
+    @property
+    def method(self) -> Method:
+        return self._mechanism.method
+
+    @property
+    def clip_norm(self) -> float:
+        return self._mechanism.clip_norm
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self._mechanism.noise_multiplier
+
+    @property
+    def expected_batch_size(self) -> float:
+        return self._mechanism.expected_batch_size
+
+    @property
+    def clipping(self) -> Clipping:
+        return self._mechanism.clipping
+
+    @property
+    def randomness(self) -> Randomness:
+        return self._mechanism.randomness
 
     @property
     def releases(self) -> int:
@@ -245,6 +273,18 @@ class PrivateStep:
                 "parameters changed between accumulate and release, so the pending sum is of another iterate: "
                 "call optimizer.step() only after release(), or discard() the sum"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mechanism:
+    """The public constants of a private step."""
+
+    method: Method
+    clip_norm: float
+    noise_multiplier: float
+    expected_batch_size: float
+    clipping: Clipping
+    randomness: Randomness
 
 
 @dataclass(frozen=True, kw_only=True)

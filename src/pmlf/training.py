@@ -120,14 +120,23 @@ class PrivateRun:
         self.private_step = private_step
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.steps = steps
-        self.delta = delta
+        self._steps = steps
+        self._delta = delta
         self._sampler = sampler
         self._due: LogicalBatch | None = None
 
     @property
     def model(self) -> nn.Module:
         return self.private_step.model
+
+    @property
+    def steps(self) -> int:
+        """How many steps are planned, T."""
+        return self._steps
+
+    @property
+    def delta(self) -> float:
+        return self._delta
 
     @property
     def steps_done(self) -> int:
