@@ -23,9 +23,7 @@ TEST_PER_CLASS = 200
 TARGET = Path(__file__).resolve().parents[1] / "src" / "pmlf" / "assets" / "fashion_mnist_small.npz"
 
 
-def first_of_each_class(
-    split: data.ImageDataset, *, per_class: int, classes: int
-) -> dict[str, NDArray[np.uint8]]:
+def first_of_each_class(split: data.ImageDataset, *, per_class: int, classes: int) -> dict[str, NDArray[np.uint8]]:
     """The first `per_class` images of every class, in the order in which the split has them."""
     labels = split.labels.numpy()
     of_each = [np.flatnonzero(labels == label)[:per_class] for label in range(classes)]

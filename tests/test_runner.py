@@ -119,6 +119,7 @@ def test_a_run_leaves_a_folder_that_repeats_it(tmp_path: Path) -> None:
         "step": 3,
         "epoch": 0.005,
         "epsilon": result.epsilon,
+        "split": "test",
         "test_accuracy": result.test_accuracy,
     }
 
@@ -126,6 +127,17 @@ def test_a_run_leaves_a_folder_that_repeats_it(tmp_path: Path) -> None:
     model = models.build("linear", in_channels=1, image_size=28, classes=10)
     model.load_state_dict(weights(out))
     assert training.evaluate(model, images.test, collate_fn=data.collate) == result.test_accuracy
+
+
+def test_an_average_is_evaluated_and_saved_beside_the_last_iterate(tmp_path: Path) -> None:
+    plain = runner.run(QUICK, tmp_path / "plain")
+    result = runner.run(quick(ema=0.9), tmp_path / "run")
+    assert same(tmp_path / "plain", tmp_path / "run") and plain.ema_accuracy is None
+    averaged = safetensors.torch.load_file(tmp_path / "run" / "model-ema.safetensors")
+    assert averaged.keys() == weights(tmp_path / "run").keys()
+    model = models.build("linear", in_channels=1, image_size=28, classes=10)
+    model.load_state_dict(averaged)
+    assert training.evaluate(model, data.load().test, collate_fn=data.collate) == result.ema_accuracy
 
 
 def test_the_seed_alone_decides_the_weights(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from pmlf import accounting
 from pmlf.arguments import require_count, require_positive, steps_of_epochs
+from pmlf.averaging import ParameterAverage
 from pmlf.batches import to_device
 from pmlf.capture import LossFunction
 from pmlf.certificate import certificate
@@ -43,6 +44,7 @@ def make_private(
     max_physical_batch_size: int = 256,
     seed: int | None = None,
     scheduler: LRScheduler | None = None,
+    ema: float | None = None,
     augmentation: Augmentation | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
@@ -53,7 +55,8 @@ def make_private(
     `batch_size` is the expected size B of a Poisson draw; T = ceil(epochs * n / B) unless `steps` gives it. `loss_fn`
     takes (model, batch) and returns one loss a sample. The noise is calibrated to `target_epsilon`, or given.
     `seed=None` means cryptographic noise and sampling; a seed makes the run reproducible, and so not fit for release.
-    `scheduler.step()` is called once after every step. What would break the guarantee is refused before any training.
+    `scheduler.step()` is called once after every step. `ema` is the decay of an average of the released parameters,
+    at no privacy cost (`PrivateRun.averaged_model`). What would break the guarantee is refused before any training.
     """
     records = population(dataset)
     delta = _checked_delta(target_delta, records)
@@ -102,7 +105,8 @@ def make_private(
         num_workers=num_workers,
         device=private_step.trained[0].device,
     )
-    return PrivateRun(private_step, sampler, optimizer, scheduler, planned, delta)
+    average = None if ema is None else ParameterAverage(ema)
+    return PrivateRun(private_step, sampler, optimizer, scheduler, planned, delta, average)
 
 
 class PrivateRun:
@@ -116,6 +120,7 @@ class PrivateRun:
         scheduler: LRScheduler | None,
         steps: int,
         delta: float,
+        average: ParameterAverage | None = None,
     ) -> None:
         self.private_step = private_step
         self.optimizer = optimizer
@@ -123,6 +128,7 @@ class PrivateRun:
         self._steps = steps
         self._delta = delta
         self._sampler = sampler
+        self._average = average
         self._due: LogicalBatch | None = None
 
     @property
@@ -181,6 +187,19 @@ class PrivateRun:
         self.optimizer.zero_grad()
         if self.scheduler is not None:
             self.scheduler.step()
+        if self._average is not None:
+            self._average.update(self.private_step.trained)
+
+    def averaged_model(self) -> nn.Module | None:
+        """A copy of the model at the average of the parameters released so far; None if none is kept, or none yet."""
+        if self._average is None or self.steps_done == 0:
+            return None
+        averaged = copy.deepcopy(self.model)
+        trained = [parameter for parameter in averaged.parameters() if parameter.requires_grad]
+        with torch.no_grad():
+            for parameter, value in zip(trained, self._average.values(), strict=True):
+                parameter.copy_(value)
+        return averaged
 
     def epsilon(self) -> float:
         """Spent so far, at the run's delta, by the PLD accountant."""
@@ -217,6 +236,7 @@ class PrivateRun:
             "model": copy.deepcopy(self.model.state_dict()),
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "scheduler": None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict()),
+            "average": None if self._average is None else self._average.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -229,11 +249,15 @@ class PrivateRun:
                 )
         if (state["scheduler"] is None) != (self.scheduler is None):
             raise ValueError("the state and this run differ in having a scheduler: build the run as it was")
+        if (state["average"] is None) != (self._average is None):
+            raise ValueError("the state and this run differ in keeping an average (ema): build the run as it was")
         self.private_step.load_state_dict(state["private_step"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+        if self._average is not None:
+            self._average.load_state_dict(state["average"], like=self.private_step.trained)
         self._due = None
 
     def _mechanism(self) -> dict[str, Any]:

@@ -64,7 +64,8 @@ class _Lines:
     def evaluated(self, evaluation: Evaluation) -> None:
         line = (
             f"{self._method}: step {evaluation.step}/{self._steps}, epsilon {evaluation.epsilon:.3g}, "
-            f"test accuracy {percent(evaluation.test_accuracy)}{_sensitive(evaluation.training_loss)}"
+            f"{evaluation.split} accuracy {accuracies(evaluation.test_accuracy, evaluation.ema_accuracy)}"
+            f"{_sensitive(evaluation.training_loss)}"
         )
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -153,6 +154,15 @@ def percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{100 * fraction:.1f} %"
 
 
+def accuracies(last: float | None, averaged: float | None) -> str:
+    """The last iterate's accuracy, and that of the average where one is kept.
+
+    >>> accuracies(0.81, None), accuracies(0.81, 0.82)
+    ('81.0 %', '81.0 %, EMA 82.0 %')
+    """
+    return percent(last) if averaged is None else f"{percent(last)}, EMA {percent(averaged)}"
+
+
 def duration(seconds: float) -> str:
     """Seconds, with minutes where there are some.
 
@@ -189,7 +199,7 @@ def run_summary(result: RunResult) -> str:
     return facts(
         [
             ("run", f"{spec.method}, {spec.model} on {spec.dataset}"),
-            ("test accuracy", percent(result.test_accuracy)),
+            (f"{result.split} accuracy", accuracies(result.test_accuracy, result.ema_accuracy)),
             ("epsilon", f"{result.epsilon:.4g} at delta {spec.delta:.3g}, for adding or removing one training record"),
             ("steps", f"{result.steps} of {result.planned_steps}, {duration(result.seconds)}"),
             ("noise multiplier", f"{result.noise_multiplier:.4g}"),

@@ -14,19 +14,22 @@ SENSITIVE_NOTE = "sensitive: computed from private data before noise, not covere
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A run after some step. The training loss is that step's; it is sensitive, and there only on demand."""
+    """A run after some step. The training loss is that step's; it is sensitive, and there only on demand.
+
+    `split` says on which records the accuracies are: "test", or "holdout" for a part of the training split.
+    """
 
     step: int
     epoch: float
     epsilon: float
+    split: str
     test_accuracy: float
+    ema_accuracy: float | None = None  # of the averaged parameters, where an average is kept
     training_loss: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        public = {name: value for name, value in asdict(self).items() if name != "training_loss"}
-        if self.training_loss is None:
-            return public
-        return {**public, "training_loss": self.training_loss, "training_loss_is": SENSITIVE_NOTE}
+        there = {name: value for name, value in asdict(self).items() if value is not None}
+        return there if self.training_loss is None else {**there, "training_loss_is": SENSITIVE_NOTE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,15 @@ class RunResult:
     def test_accuracy(self) -> float | None:
         return self.evaluations[-1].test_accuracy if self.evaluations else None
 
+    @property
+    def ema_accuracy(self) -> float | None:
+        return self.evaluations[-1].ema_accuracy if self.evaluations else None
+
+    @property
+    def split(self) -> str:
+        """What the accuracies are on."""
+        return self.evaluations[-1].split if self.evaluations else "test"
+
     def to_json(self) -> dict[str, Any]:
         return {
             "method": self.spec.method,
@@ -57,7 +69,9 @@ class RunResult:
             "noise_multiplier": self.noise_multiplier,
             "steps": self.steps,
             "planned_steps": self.planned_steps,
+            "split": self.split,
             "test_accuracy": self.test_accuracy,
+            "ema_accuracy": self.ema_accuracy,
             "seconds": round(self.seconds, 1),
             "seed": self.spec.seed,
             "interrupted": self.interrupted,

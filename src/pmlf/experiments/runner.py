@@ -1,4 +1,4 @@
-"""Carry out a run and write its folder: spec.json, metrics.jsonl, model.safetensors, certificate.json.
+"""Carry out a run and write its folder: spec.json, metrics.jsonl, model.safetensors (model-ema), certificate.json.
 
 Nothing is printed here: an `Observer` is told. Nothing sensitive is told or written unless it is asked for.
 """
@@ -10,20 +10,18 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from pmlf import data, models
-from pmlf.data import ImageData
+from pmlf.experiments import tasks
 from pmlf.experiments.results import Evaluation, Observer, RunResult, Unobserved, comparison_json
 from pmlf.experiments.spec import RunSpec
+from pmlf.experiments.tasks import Task
 from pmlf.training import PrivateRun, evaluate, make_private
 
 
@@ -42,10 +40,10 @@ def run(
     """
     refuse_existing(out)
     observer = observer or Unobserved()
-    loaded = _load(spec.dataset, data_dir)
-    spec = spec.resolved(len(loaded.train))
+    task = tasks.prepare(spec, data_dir)
+    spec = spec.resolved(task.records)
     losses = _LossMeter() if show_sensitive else None
-    private = _prepare(spec, loaded, losses)
+    private = _prepare(spec, task, losses)
     folder = _Folder(out, spec)
     evaluations: list[Evaluation] = []
     interrupted = False
@@ -57,7 +55,7 @@ def run(
             training_loss = losses.take() if losses else None
             observer.stepped(private.steps_done, training_loss)
             if private.steps_done % private.steps_per_epoch == 0 or private.steps_done == private.steps:
-                evaluations.append(_evaluate(private, loaded, spec, training_loss))
+                evaluations.append(_evaluate(private, task, training_loss))
                 folder.write_metrics(evaluations)
                 observer.evaluated(evaluations[-1])
     except KeyboardInterrupt:
@@ -145,12 +143,18 @@ class _Folder:
 
     def write_results(self, private: PrivateRun, sensitive_shown: bool) -> None:
         """The model, and the certificate at the steps released."""
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in private.model.state_dict().items()}
-        write_atomically(self._path / "model.safetensors", safetensors.torch.save(weights))
+        self._write_weights("model.safetensors", private.model)
+        averaged = private.averaged_model()
+        if averaged is not None:
+            self._write_weights("model-ema.safetensors", averaged)
         certificate = private.certificate()
         if sensitive_shown:
             certificate["not_accounted_for"].append("the training loss, shown and recorded on demand")
         write_json(self._path / "certificate.json", certificate)
+
+    def _write_weights(self, name: str, model: nn.Module) -> None:
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        write_atomically(self._path / name, safetensors.torch.save(weights))
 
     def remove(self) -> None:
         shutil.rmtree(self._path)
@@ -172,32 +176,20 @@ class _LossMeter:
         return mean
 
 
-@lru_cache(maxsize=1)
-def _load(dataset: str, data_dir: Path | None) -> ImageData:
-    """Kept for the next method of a comparison."""
-    return data.load(dataset, data_dir)
-
-
-def _prepare(spec: RunSpec, loaded: ImageData, losses: _LossMeter | None) -> PrivateRun:
-    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        loss = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+def _prepare(spec: RunSpec, task: Task, losses: _LossMeter | None) -> PrivateRun:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        loss = task.losses(model, batch)
         if losses:
             losses.add(loss)
         return loss
 
     method = spec.build_method()
-    model = models.build(
-        spec.model,
-        in_channels=loaded.in_channels,
-        image_size=loaded.image_size,
-        classes=loaded.classes,
-        seed=spec.seed,
-    ).to(_device(spec.device))
+    model = task.model.to(_device(spec.device))
     assert spec.delta is not None
     return make_private(
         model=model,
         optimizer=_optimizer(spec, model),
-        dataset=loaded.train,
+        dataset=task.train,
         loss_fn=loss_fn,
         method=method,
         target_epsilon=spec.epsilon,
@@ -210,7 +202,9 @@ def _prepare(spec: RunSpec, loaded: ImageData, losses: _LossMeter | None) -> Pri
         clipping=spec.clipping,  # type: ignore[arg-type]  # refused there if it is not known
         max_physical_batch_size=spec.max_physical_batch_size,
         seed=spec.seed,
-        collate_fn=data.collate,
+        ema=spec.ema,
+        augmentation=task.augmentation,
+        collate_fn=task.collate_fn,
     )
 
 
@@ -227,11 +221,18 @@ def _device(name: str) -> torch.device:
         raise ValueError(f"device={name!r} cannot be used here: give cpu, or a device that torch finds") from error
 
 
-def _evaluate(private: PrivateRun, loaded: ImageData, spec: RunSpec, training_loss: float | None) -> Evaluation:
+def _evaluate(private: PrivateRun, task: Task, training_loss: float | None) -> Evaluation:
+    def accuracy(model: nn.Module) -> float:
+        return evaluate(model, judged_on, logits=task.logits, labels=task.labels, collate_fn=task.collate_fn)
+
+    split, judged_on = next(iter(task.judged_on.items()))
+    averaged = private.averaged_model()
     return Evaluation(
         step=private.steps_done,
-        epoch=round(private.steps_done * spec.batch_size / len(loaded.train), 4),
+        epoch=round(private.steps_done * private.private_step.expected_batch_size / task.records, 4),
         epsilon=private.epsilon(),
-        test_accuracy=evaluate(private.model, loaded.test, collate_fn=data.collate),
+        split=split,
+        test_accuracy=accuracy(private.model),
+        ema_accuracy=None if averaged is None else accuracy(averaged),
         training_loss=training_loss,
     )

@@ -131,6 +131,14 @@ class Setting(Budget):
     clipping: str = "flat"
     """flat scales a record's gradient v by min(1, C/|v|), automatic by C/(|v| + 0.01)."""
 
+    ema: Annotated[float | None, shown_default("none")] = None
+    """Decay, in (0, 1), of an average of the released parameters, which costs no privacy.
+    It is evaluated and saved beside the last iterate."""
+
+    holdout: Annotated[float | None, shown_default("none")] = None
+    """Hold out this fraction of the training split, always the same records, and evaluate on it, not on the test split.
+    For tuning. The held-out records are not protected; epsilon is for those that are left."""
+
     seed: Annotated[int | None, shown_default("none, cryptographic noise")] = None
     """Makes the run reproducible: initial weights, draws and noise follow from it.
     Whoever knows it can take the noise away: for experiments, not for a model to release."""
