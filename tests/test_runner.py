@@ -247,6 +247,17 @@ class _StopSecond(Unobserved):
             raise KeyboardInterrupt
 
 
+def test_a_run_on_fewer_records_is_a_run_on_a_smaller_dataset(tmp_path: Path) -> None:
+    result = runner.run(quick(records=300, noise_multiplier=None, epsilon=2.0), tmp_path / "run")
+    certificate = json.loads((tmp_path / "run" / "certificate.json").read_text())
+    assert (certificate["records"], certificate["sample_rate"]) == (300, 20 / 300)
+    assert result.test_accuracy is not None and result.test_accuracy * 300 == pytest.approx(
+        round(result.test_accuracy * 300)
+    )
+    with pytest.raises(ValueError, match="records=0"):
+        runner.run(quick(records=0), tmp_path / "none")
+
+
 def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="device='abacus'"):
         runner.run(quick(device="abacus"), tmp_path / "run")

@@ -116,6 +116,9 @@ class Setting(Budget):
     dataset: str = "fashion-mnist-small"
     """fashion-mnist-small (inside the package), mnist, fashion-mnist, cifar10 or cifar100."""
 
+    records: Annotated[int | None, shown_default("all")] = None
+    """Use the first so many records of either split: a smaller task, whose n is this number."""
+
     model: str = "cnn5"
     """cnn5, linear, resnet18 or vit."""
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, Subset
 
 from pmlf import data, models
+from pmlf.arguments import require_count
 from pmlf.experiments.spec import RunSpec
 from pmlf.noise import Stream
 from pmlf.step import Augmentation
@@ -47,7 +48,9 @@ class Task:
 def prepare(spec: RunSpec, data_dir: Path | None = None) -> Task:
     """The task of a spec: its dataset read, split if `holdout` says so, and its model built from the seed."""
     loaded = _load(spec.dataset, data_dir)
-    train, judged_on = _split(loaded.train, {"test": loaded.test}, spec.holdout)
+    train, judged_on = _split(
+        _first(spec.records, loaded.train), {"test": _first(spec.records, loaded.test)}, spec.holdout
+    )
     return Task(
         model=models.build(
             spec.model,
@@ -68,6 +71,14 @@ def prepare(spec: RunSpec, data_dir: Path | None = None) -> Task:
 def _load(dataset: str, data_dir: Path | None) -> data.ImageData:
     """Kept for the next method of a comparison."""
     return data.load(dataset, data_dir)
+
+
+def _first(records: int | None, split: Dataset[Any]) -> Dataset[Any]:
+    """The first so many records of a split, all where there are fewer."""
+    if records is None:
+        return split
+    require_count("records", records, "it limits how many are used")
+    return Subset(split, range(min(records, len(split))))  # type: ignore[arg-type]
 
 
 def _split(
