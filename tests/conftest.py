@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,14 @@ import torch
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # one worker a core: more threads than that only fight
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests decode is neither found in the user's cache nor left there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PMLF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Data: the packaged dataset, the hub's layout in a folder, batches, and errors that say what to do."""
+"""Data: the packaged dataset, the hub's layout in a folder, the cache, one's own images, errors that say what to do."""
 
 from __future__ import annotations
 
@@ -190,6 +190,7 @@ def test_folder_without_the_dataset_names_what_is_missing(tmp_path: Path) -> Non
 
 
 def test_missing_datasets_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_dataset(tmp_path, "mnist", labels=[0])
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'dp-pmlf\[data\]'"):
         data.load("mnist", tmp_path)
@@ -209,7 +210,7 @@ except ValueError as error:
     print(f"{time.perf_counter() - start:.1f} {error}")
 """
     variables = {key: value for key, value in os.environ.items() if key != data.DATA_DIR_VARIABLE}
-    variables |= {"PYTHONPATH": str(Path(data.__file__).parents[1]), "HF_HOME": str(tmp_path)}
+    variables |= {"PYTHONPATH": str(Path(data.__file__).parents[2]), "HF_HOME": str(tmp_path)}
     result = subprocess.run(
         [sys.executable, "-c", code],
         env=variables | {"NO_PROXY": "127.0.0.1"} | environment,
@@ -261,8 +262,85 @@ def test_broken_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="an image of 'ylecun/mnist' cannot be decoded"):
         data.load("mnist", tmp_path)
     file.write_bytes(b"not a parquet file")
-    with pytest.raises(ValueError, match="cannot be read as a dataset: fetch the hub's files again"):
+    with pytest.raises(ValueError, match="a file of 'ylecun/mnist' cannot be read: fetch the hub's files again"):
         data.load("mnist", tmp_path)
+
+
+def test_a_second_start_reads_the_cache_and_changed_files_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = write_dataset(tmp_path, "mnist", labels=[3, 4])
+    data.load("mnist", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "datasets", None)  # nothing is read any more
+        again = data.load("mnist", tmp_path)
+    assert torch.equal(again.train.images, torch.from_numpy(images.copy()))
+    write_dataset(tmp_path, "mnist", labels=[5, 6])
+    assert data.load("mnist", tmp_path).train.labels.tolist() == [5, 6]
+
+
+def test_a_broken_record_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMLF_CACHE", str(tmp_path / "cache"))
+    write_dataset(tmp_path, "mnist", labels=[0, 77])
+    with pytest.raises(ValueError, match="has label 77"):
+        data.load("mnist", tmp_path)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_missing_shard_is_an_error(tmp_path: Path) -> None:
+    write_dataset(tmp_path, "mnist", labels=[0])
+    (tmp_path / "ylecun/mnist/any_config/train-00000-of-00001.parquet").rename(
+        tmp_path / "ylecun/mnist/any_config/train-00000-of-00002.parquet"
+    )
+    with pytest.raises(ValueError, match="has 1 files of 'train' where there should be 2"):
+        data.load("mnist", tmp_path)
+
+
+def test_the_hubs_own_cache_is_read_offline(tmp_path: Path) -> None:
+    """An earlier download, laid out as huggingface_hub lays its cache out."""
+    revision = "0" * 40
+    hub = tmp_path / "hub" / "datasets--ylecun--mnist"
+    (hub / "refs").mkdir(parents=True)
+    (hub / "refs" / "main").write_text(revision)
+    write_dataset(tmp_path, "mnist", labels=[7, 8])
+    (hub / "snapshots").mkdir()
+    (tmp_path / "ylecun" / "mnist").rename(hub / "snapshots" / revision)
+    code = "from pmlf import data; print(data.load('mnist').train.labels.tolist())"
+    variables = {key: value for key, value in os.environ.items() if key != data.DATA_DIR_VARIABLE}
+    variables |= {"PYTHONPATH": str(Path(data.__file__).parents[2]), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=120)
+    assert result.stdout == "[7, 8]\n", result.stderr
+
+
+def write_folder(folder: Path, sizes: dict[str, int]) -> None:
+    """Images of one's own: for each class in both splits two images, of one colour each."""
+    for split in data.SPLITS:
+        for index, (name, size) in enumerate(sizes.items()):
+            (folder / split / name).mkdir(parents=True)
+            for copy in range(2):
+                pixels = np.full((size, size, 3), 50 * index + copy, dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / split / name / f"{copy}.png")
+
+
+def test_a_folder_of_ones_own_has_its_folders_as_classes(tmp_path: Path) -> None:
+    write_folder(tmp_path / "own", {"cat": 16, "dog": 16, "owl": 16})
+    loaded = data.load(str(tmp_path / "own"))
+    assert (loaded.classes, loaded.in_channels, loaded.image_size) == (3, 3, 16)
+    assert loaded.train.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert loaded.test.images[:, 0, 0, 0].tolist() == [0, 1, 50, 51, 100, 101]
+
+
+def test_a_folder_of_ones_own_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"'.*empty' is no dataset of images: put train and test in it"):
+        data.load(str(tmp_path / "empty"))
+    write_folder(tmp_path / "mixed", {"cat": 16, "dog": 20})
+    with pytest.raises(ValueError, match="an image of 'mixed' is 20x20 where 16x16 is expected: mend the folder"):
+        data.load(str(tmp_path / "mixed"))
+    write_folder(tmp_path / "own", {"cat": 16, "dog": 16})
+    (tmp_path / "own" / "test" / "dog").rename(tmp_path / "own" / "test" / "hog")
+    with pytest.raises(ValueError, match=r"hog' is of no class that .*train' has: \['cat', 'dog'\]"):
+        data.load(str(tmp_path / "own"))
 
 
 def test_packaged_data_loads_quickly() -> None:

@@ -1,0 +1,229 @@
+"""Image datasets as memory-mapped tensors: one inside the package, others from the hub, a copy of it, or a folder."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from pmlf.data.cache import Arrays, cached
+from pmlf.data.catalogue import DEFAULT, IMAGE_DATASETS, TEXT_DATASETS, ImageSpec
+from pmlf.data.sources import ROWS_PER_READ, Source, hub_source
+
+SPLITS = ("train", "test")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+class ImageItems(Sequence[tuple[Tensor, int]]):
+    """Items fetched together: a sequence of (image, label), as collate functions expect, already stacked."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images = images  # float32 (N, C, H, W)
+        self.labels = labels  # int64 (N,)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Tensor, int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> ImageItems: ...
+    def __getitem__(self, index: int | slice) -> tuple[Tensor, int] | ImageItems:
+        if isinstance(index, slice):
+            return ImageItems(self.images[index], self.labels[index])
+        return self.images[index], int(self.labels[index])
+
+
+class ImageDataset(Dataset[tuple[Tensor, int]]):
+    """Images and labels in memory; an item is the normalised float32 image (C, H, W) and its label.
+
+    `__getitems__` normalises all the images asked for at once; DataLoader and Subset call it by themselves.
+    Give `collate` to whatever draws the indices, and the result becomes the batch without another copy.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> None:
+        self.images = images  # uint8 (N, C, H, W)
+        self.labels = labels  # int64 (N,)
+        # (pixel / 255 - mean) / std as one multiplication and one addition
+        means, stds = torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
+        self._scale = (1 / (255 * stds)).float().view(-1, 1, 1)  # (C, 1, 1)
+        self._shift = (-means / stds).float().view(-1, 1, 1)  # (C, 1, 1)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self._normalised(self.images[index]), int(self.labels[index])
+
+    def __getitems__(self, indices: Sequence[int] | NDArray[np.int64] | Tensor) -> ImageItems:
+        chosen = torch.as_tensor(indices, dtype=torch.int64)  # (N,), also where N = 0
+        return ImageItems(self._normalised(self.images[chosen]), self.labels[chosen])
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        return images.float().mul_(self._scale).add_(self._shift)
+
+
+def collate(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """Items to a batch: images float32 (N, C, H, W) and labels int64 (N,); N = 0 is fine for ImageItems.
+
+    >>> images = torch.zeros(5, 1, 28, 28, dtype=torch.uint8)
+    >>> dataset = ImageDataset(images, torch.arange(5), mean=[0.5], std=[0.5])
+    >>> [tuple(tensor.shape) for tensor in collate(dataset.__getitems__([3, 1]))]
+    [(2, 1, 28, 28), (2,)]
+    """
+    if isinstance(items, ImageItems):
+        return items.images, items.labels
+    images, labels = default_collate(list(items))
+    return images, labels
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageData:
+    """A dataset's two splits, and the shape that a model for it needs."""
+
+    name: str
+    train: ImageDataset
+    test: ImageDataset
+    classes: int
+    in_channels: int
+    image_size: int
+    mirrors: bool
+
+
+def load(name: str = DEFAULT, data_dir: str | Path | None = None) -> ImageData:
+    """A dataset by name: the package's own, or one read from `data_dir`, from PMLF_DATA or from the hub.
+
+    `data_dir` is laid out as the hub lays its datasets out, for example `data_dir/uoft-cs/cifar10`. In place of a name,
+    the path of one's own folder with `train` and `test` in it, each with a folder of images a class.
+
+    >>> data = load("fashion-mnist-small")
+    >>> len(data.train), len(data.test), data.classes, data.in_channels, data.image_size
+    (12000, 2000, 10, 1, 28)
+    """
+    if name in TEXT_DATASETS:
+        raise ValueError(f"{name!r} is a dataset of texts: pmlf.data.load_text reads it")
+    if name in IMAGE_DATASETS:
+        spec = IMAGE_DATASETS[name]
+        arrays = _asset(spec) if spec.asset else _from_hub(spec, data_dir)
+    elif Path(name).is_dir():
+        spec, arrays = _from_folder(Path(name))
+    else:
+        raise ValueError(
+            f"unknown dataset {name!r}: choose one of {', '.join(IMAGE_DATASETS)}, or give a folder that exists, with "
+            "train and test in it"
+        )
+    train, test = (
+        ImageDataset(torch.from_numpy(images), torch.from_numpy(labels), mean=spec.mean, std=spec.std)
+        for images, labels in arrays
+    )
+    return ImageData(
+        name=name,
+        train=train,
+        test=test,
+        classes=spec.classes,
+        in_channels=spec.in_channels,
+        image_size=spec.image_size,
+        mirrors=spec.mirrors,
+    )
+
+
+_Pair = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images (N, C, H, W) and labels (N,)
+_Encoded = Iterator[tuple[Sequence[bytes], NDArray[Any]]]  # some images' files and their labels
+
+
+def _asset(spec: ImageSpec) -> Iterator[_Pair]:
+    assert spec.asset is not None
+    with resources.as_file(resources.files("pmlf") / "assets" / spec.asset) as path, np.load(path) as archive:
+        for split in SPLITS:
+            yield archive[f"{split}_images"], archive[f"{split}_labels"].astype(np.int64)
+
+
+def _from_hub(spec: ImageSpec, data_dir: str | Path | None) -> list[_Pair]:
+    source = hub_source(spec.hub_id, data_dir)
+
+    def encoded(split: str) -> _Encoded:
+        for table in source.tables(split, (spec.image_column, spec.label_column)):
+            images = [row["bytes"] for row in table.column(spec.image_column).to_pylist()]
+            yield images, table.column(spec.label_column).to_numpy()
+
+    return [_decoded(spec, source, split, encoded) for split in SPLITS]
+
+
+def _from_folder(folder: Path) -> tuple[ImageSpec, list[_Pair]]:
+    """One's own images: the folders in `train` name the classes, the first image says how large all are."""
+    classes = sorted(path.name for path in (folder / "train").glob("*") if path.is_dir())
+    files = {
+        split: [path for path in sorted((folder / split).glob("*/*")) if path.suffix.lower() in IMAGE_SUFFIXES]
+        for split in SPLITS
+    }
+    if not all(files.values()):
+        raise ValueError(
+            f"{str(folder)!r} is no dataset of images: put {' and '.join(SPLITS)} in it, each with a folder of "
+            f"{', '.join(IMAGE_SUFFIXES)} files a class; texts need --text-column"
+        )
+    for path in (path for paths in files.values() for path in paths):
+        if path.parent.name not in classes:
+            raise ValueError(f"{str(path.parent)!r} is of no class that {str(folder / 'train')!r} has: {classes}")
+    with Image.open(files["train"][0]) as first:
+        size = first.height
+    spec = ImageSpec(
+        hub_id=folder.name, classes=len(classes), in_channels=3, image_size=size, mean=(0.5,) * 3, std=(0.5,) * 3,
+        mirrors=True,
+    )  # fmt: skip
+    source = Source(name=folder.name, files=files, advice="mend the folder")
+
+    def encoded(split: str) -> _Encoded:
+        for start in range(0, len(files[split]), ROWS_PER_READ):
+            part = files[split][start : start + ROWS_PER_READ]
+            labels = [classes.index(path.parent.name) for path in part]
+            yield [path.read_bytes() for path in part], np.array(labels, dtype=np.int64)
+
+    return spec, [_decoded(spec, source, split, encoded) for split in SPLITS]
+
+
+def _decoded(spec: ImageSpec, source: Source, split: str, encoded: Callable[[str], _Encoded]) -> _Pair:
+    """A split's images and labels, checked: from the cache, or decoded into it."""
+
+    def make(arrays: Arrays) -> None:
+        for images, labels in encoded(split):
+            _check_labels(spec, source, labels)
+            arrays.append("images", np.stack([_pixels(spec, source, image) for image in images]))
+            arrays.append("labels", labels.astype(np.int64))
+
+    names = [file.parent.name for file in source.files_of(split)]  # of the classes, in a folder of one's own
+    arrays = cached(source.digest(split, "images", spec, names), make)
+    return arrays["images"], arrays["labels"]
+
+
+def _pixels(spec: ImageSpec, source: Source, encoded: bytes) -> NDArray[np.uint8]:
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            pixels = np.asarray(image.convert("L" if spec.in_channels == 1 else "RGB"))  # (H, W) or (H, W, 3)
+    except OSError as error:
+        raise ValueError(f"an image of {source.name!r} cannot be decoded: {source.advice} ({error})") from error
+    height, width = pixels.shape[:2]
+    if height != spec.image_size or width != spec.image_size:
+        raise ValueError(
+            f"an image of {source.name!r} is {height}x{width} where {spec.image_size}x{spec.image_size} "
+            f"is expected: {source.advice}"
+        )
+    return pixels.reshape(height, width, spec.in_channels).transpose(2, 0, 1)  # (C, H, W)
+
+
+def _check_labels(spec: ImageSpec, source: Source, labels: NDArray[Any]) -> None:
+    in_range = (labels >= 0) & (labels < spec.classes)
+    if not in_range.all():
+        raise ValueError(
+            f"{source.name!r} has label {labels[~in_range][0]} where 0 to {spec.classes - 1} are allowed: "
+            f"{source.advice}, or drop the rows without a label"
+        )

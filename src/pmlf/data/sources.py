@@ -1,0 +1,144 @@
+"""Where records come from: files of the hub, of a folder laid out like it, or of one's own; read by `datasets`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pmlf.data.cache import digest
+from pmlf.data.catalogue import DEFAULT
+
+DATA_DIR_VARIABLE = "PMLF_DATA"
+HUB_TIMEOUT_SECONDS = 5.0
+ROWS_PER_READ = 1000
+AGAIN = "fetch the hub's files again"
+_SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-(?P<shards>\d{5})")
+_READERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The files of a dataset's splits, with the name and the advice that errors about them give."""
+
+    name: str
+    files: Mapping[str, Sequence[Path]]  # by split
+    advice: str = AGAIN
+
+    def files_of(self, split: str) -> Sequence[Path]:
+        if split not in self.files:
+            raise ValueError(f"{self.name!r} has splits {sorted(self.files)} but no {split!r}: {self.advice}")
+        return self.files[split]
+
+    def digest(self, split: str, *also: Any) -> str:
+        """A name for what is made of a split's files and of the constants `also`."""
+        return digest(self.files_of(split), *also)
+
+    def tables(self, split: str, columns: Sequence[str]) -> Iterator[Any]:
+        """A split's rows as Arrow tables with at least these columns; images stay encoded."""
+        files = self.files_of(split)
+        reader = _READERS[files[0].suffix]
+        options = {"sep": "\t"} if files[0].suffix == ".tsv" else {}
+        load_dataset = _load_dataset(self.name)
+        try:  # streaming: read in place, without a second copy in a cache of the library
+            rows = load_dataset(
+                reader, data_files=[str(file) for file in files], split="train", streaming=True, **options
+            )
+            yield from self._checked(rows.with_format("arrow").iter(batch_size=ROWS_PER_READ), columns)
+        except _MissingColumn as error:
+            raise ValueError(str(error)) from None
+        except Exception as error:  # whose class depends on the reader: Arrow's, pandas's, the library's own
+            raise ValueError(f"a file of {self.name!r} cannot be read: {self.advice} ({_first_line(error)})") from error
+
+    def _checked(self, tables: Iterator[Any], columns: Sequence[str]) -> Iterator[Any]:
+        for table in tables:
+            for column in columns:
+                if column not in table.column_names:
+                    raise _MissingColumn(
+                        f"{self.name!r} has columns {table.column_names} but no {column!r}: {self.advice}"
+                    )
+            yield table
+
+
+class _MissingColumn(Exception):
+    pass
+
+
+def hub_source(hub_id: str, data_dir: str | Path | None = None, config: str = "") -> Source:
+    """A hub dataset's parquet files: from `data_dir` or PMLF_DATA if given, otherwise from the hub or its cache."""
+    root = data_dir or os.environ.get(DATA_DIR_VARIABLE)
+    folder = Path(root) / hub_id if root else _downloaded(hub_id, config)
+    name = f"{hub_id}/{config}" if config else hub_id
+    found = sorted((folder / config).glob("**/*.parquet"))
+    if root and not found:
+        raise ValueError(
+            f"data folder {str(root)!r} has no parquet file under {name}: put the hub's files there, "
+            f"or give neither data_dir nor {DATA_DIR_VARIABLE} to have them downloaded"
+        )
+    return Source(name=name, files=_by_split(name, found))
+
+
+def own_source(path: Path) -> Source:
+    """One's own table: a file is the split `train`; a folder has a file a split, such as train.csv and test.csv."""
+    advice = f"give a {', '.join(_READERS)} file, or a folder with train and test files of one of these kinds"
+    if path.is_file() and path.suffix in _READERS:
+        return Source(name=path.name, files={"train": [path]}, advice="mend the file")
+    files = {file.stem: [file] for file in sorted(path.glob("*")) if file.suffix in _READERS} if path.is_dir() else {}
+    if "train" not in files:
+        raise ValueError(f"{str(path)!r} is no table of training records: {advice}")
+    return Source(name=path.name, files=files, advice="mend the files")
+
+
+def _by_split(name: str, paths: Sequence[Path]) -> dict[str, list[Path]]:
+    """Files grouped as the hub names them, `train-00000-of-00002.parquet`; none of a split may be missing."""
+    files: dict[str, list[Path]] = {}
+    for path in paths:
+        shard = _SHARD.fullmatch(path.stem)
+        files.setdefault(shard["split"] if shard else path.stem, []).append(path)
+    for split, found in files.items():
+        shard = _SHARD.fullmatch(found[0].stem)
+        expected = int(shard["shards"]) if shard else 1
+        if len(found) != expected:
+            raise ValueError(f"{name!r} has {len(found)} files of {split!r} where there should be {expected}: {AGAIN}")
+    return files
+
+
+def _load_dataset(name: str) -> Any:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(
+            f"reading {name!r} needs the package datasets: pip install 'dp-pmlf[data]', "
+            f"or choose {DEFAULT!r}, which needs nothing"
+        ) from error
+    return load_dataset
+
+
+def _downloaded(hub_id: str, config: str) -> Path:
+    """The hub's files in the hub's own cache, fetched if they are not there."""
+    try:
+        from huggingface_hub import HfApi, is_offline_mode, snapshot_download
+    except ImportError as error:
+        raise ValueError(
+            f"fetching {hub_id!r} needs the package huggingface_hub: pip install 'dp-pmlf[data]', "
+            f"or choose {DEFAULT!r}, which needs nothing"
+        ) from error
+    try:
+        if not is_offline_mode():
+            # by itself the download would try again for half a minute before it gives up
+            HfApi().dataset_info(hub_id, timeout=HUB_TIMEOUT_SECONDS)
+        patterns = f"{config}/*.parquet" if config else "*.parquet"
+        return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=patterns))
+    except Exception as error:  # whose class depends on the HTTP library below the hub's client
+        raise ValueError(
+            f"cannot reach {hub_id!r} on the Hugging Face hub ({type(error).__name__}): give data_dir or "
+            f"{DATA_DIR_VARIABLE}, a folder that holds {hub_id}, set HF_HUB_OFFLINE=1 to use an earlier "
+            f"download, or choose {DEFAULT!r}, which needs no network"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
