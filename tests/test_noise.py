@@ -12,9 +12,9 @@ import torch
 from pmlf.noise import SecureRandomness, SeededRandomness, Stream, keyed_uniforms, randomness_from, torch_seeded
 
 
-def gaussians(stream: Stream, count: int, std: float) -> torch.Tensor:
+def gaussians(stream: Stream, count: int, std: float, *, hardened: bool = False) -> torch.Tensor:
     tensor = torch.zeros(count)
-    stream.add_gaussian_(tensor, std)
+    stream.add_gaussian_(tensor, std, hardened=hardened)
     return tensor
 
 
@@ -28,6 +28,19 @@ def test_noise_is_normal_with_the_given_deviation() -> None:
     assert 4.3 < np.abs(noise / 2.5).max() < 7
     # halves of a Box-Muller pair are not correlated, nor are neighbours
     assert abs(np.corrcoef(noise[:-1], noise[1:])[0, 1]) < 0.01
+
+
+def test_hardened_noise_is_half_the_sum_of_four_in_float64() -> None:
+    plain, hardened = Stream(bytes(32)), Stream(bytes(32))
+    count, std = 100_001, 0.7
+    target = torch.linspace(-3.0, 3.0, count)
+    expected = target.double() + std * sum((plain._gaussians(count) for _ in range(4)), start=torch.zeros(())) / 2
+    hardened.add_gaussian_(target, std, hardened=True)
+    assert torch.equal(target, expected.float())
+    noise = gaussians(SeededRandomness(1).stream("noise", 0), 1_000_000, 2.5, hardened=True).double().numpy()
+    assert abs(noise.std() / 2.5 - 1) < 0.01
+    assert scipy.stats.kstest(noise / 2.5, "norm").pvalue > 1e-3
+    assert scipy.stats.normaltest(noise).pvalue > 1e-3
 
 
 def test_noise_is_added_in_place_across_chunks_and_odd_sizes() -> None:

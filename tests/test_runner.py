@@ -148,6 +148,13 @@ def test_the_seed_alone_decides_the_weights(tmp_path: Path) -> None:
     assert not same(tmp_path / "d", tmp_path / "e")
 
 
+def test_hardened_noise_is_asked_for_in_the_spec_and_told_in_the_certificate(tmp_path: Path) -> None:
+    runner.run(quick(secure_noise=True), tmp_path / "hardened")
+    runner.run(quick(), tmp_path / "plain")
+    assert not same(tmp_path / "hardened", tmp_path / "plain")
+    assert "half the sum of four" in json.loads((tmp_path / "hardened" / "certificate.json").read_text())["randomness"]
+
+
 def test_methods_of_equal_seed_share_initial_weights_draws_and_noise(tmp_path: Path) -> None:
     runner.run(quick(method="dpsgd"), tmp_path / "dpsgd")
     plain = MethodOptions(k=1, a=(), b=(1.0,))

@@ -328,3 +328,12 @@ def test_samples_are_numbered_by_their_index_for_augmentation() -> None:
         finish(run)
     assert all(len(values) == 1 for values in seen.values()) and len(seen) > 10
     assert np.std([value for values in seen.values() for value in values]) > 0.1
+
+
+def test_hardened_noise_is_part_of_the_mechanism_and_named_in_the_certificate() -> None:
+    plain, hardened = finish(private(seed=5)), finish(private(seed=5, secure_noise=True))
+    assert not torch.equal(weights(plain.model), weights(hardened.model))
+    assert "half the sum of four" in hardened.certificate()["randomness"]
+    assert "half the sum of four" not in plain.certificate()["randomness"]
+    with pytest.raises(ValueError, match="secure_noise"):
+        private(seed=5).load_state_dict(hardened.state_dict())

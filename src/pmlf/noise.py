@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 CHUNK = 1 << 18  # Gaussians made at a time: the work arrays stay in cache
+SUMMANDS = 4  # Gaussians in a hardened one
 _ZEROS = bytes(8 * CHUNK)
 _MANTISSA = (1 << 52) - 1
 _ONE = 1023 << 52  # the exponent bits of a float64 in [1, 2)
@@ -58,14 +59,26 @@ class Stream:
             return np.arange(population)
         return np.flatnonzero(self.words(population) < np.uint64(threshold))
 
-    def add_gaussian_(self, tensor: Tensor, std: float) -> None:
-        """tensor += std * N(0, I), in place, by Box-Muller in float64 on 52-bit uniforms, chunk by chunk."""
+    def add_gaussian_(self, tensor: Tensor, std: float, *, hardened: bool = False) -> None:
+        """tensor += std * N(0, I), in place, by Box-Muller in float64 on 52-bit uniforms, chunk by chunk.
+
+        `hardened` against floating-point attacks: each Gaussian is half the sum of four (Holohan & Braghin 2021, n=2),
+        so that a released value no longer tells which uniforms can have made it, and it is added in float64 and rounded
+        once. A mitigation: the values are still floating-point numbers.
+        """
         if not tensor.is_contiguous():
             raise ValueError("noise is added to contiguous tensors only")
         flat = tensor.detach().view(-1)
         for start in range(0, flat.numel(), CHUNK):
             target = flat[start : start + CHUNK]
-            target.add_(self._gaussians(target.numel()).to(target), alpha=std)
+            noise = self._gaussians(target.numel())
+            if hardened:
+                for _ in range(SUMMANDS - 1):
+                    noise += self._gaussians(target.numel())
+                noise *= std / math.sqrt(SUMMANDS)
+                target.copy_(noise.add_(target.cpu()))  # not every device has float64
+            else:
+                target.add_(noise.to(target), alpha=std)
 
     def _gaussians(self, count: int) -> Tensor:
         pairs = (count + 1) // 2

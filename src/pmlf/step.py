@@ -62,6 +62,7 @@ class PrivateStep:
         generator: torch.Generator | Randomness | None = None,
         clipping: Clipping = "flat",
         augmentation: Augmentation | None = None,
+        secure_noise: bool = False,
     ) -> None:
         refuse_unsafe_model(model)
         require_positive("clip_norm", clip_norm, "it bounds one sample's part in the sum; the paper uses 1.0")
@@ -82,6 +83,7 @@ class PrivateStep:
             expected_batch_size=expected_batch_size,
             clipping=clipping,
             randomness=randomness_from(generator),
+            secure_noise=secure_noise,
         )
         self._plan = Plan.of(model)
         self._workspace = Workspace()
@@ -118,6 +120,17 @@ class PrivateStep:
     @property
     def randomness(self) -> Randomness:
         return self._mechanism.randomness
+
+    @property
+    def secure_noise(self) -> bool:
+        """Whether noise is hardened against floating-point attacks."""
+        return self._mechanism.secure_noise
+
+    @property
+    def noise_source(self) -> str:
+        """Where the noise comes from, in words."""
+        hardened = "; each Gaussian half the sum of four, added in float64 (Holohan & Braghin 2021)"
+        return self.randomness.description + (hardened if self.secure_noise else "")
 
     @property
     def releases(self) -> int:
@@ -180,7 +193,8 @@ class PrivateStep:
         noise = self.randomness.stream("noise", self._releases)
         for value in values:
             if self.noise_multiplier > 0.0:
-                noise.add_gaussian_(value, self.noise_multiplier * self.clip_norm)
+                std = self.noise_multiplier * self.clip_norm
+                noise.add_gaussian_(value, std, hardened=self.secure_noise)
             value.div_(self.expected_batch_size)
         self._history.remember(parameters)
         for parameter, filtered in zip(parameters, self._filter.apply(values), strict=True):
@@ -285,6 +299,7 @@ class _Mechanism:
     expected_batch_size: float
     clipping: Clipping
     randomness: Randomness
+    secure_noise: bool
 
 
 @dataclass(frozen=True, kw_only=True)

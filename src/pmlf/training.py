@@ -46,6 +46,7 @@ def make_private(
     scheduler: LRScheduler | None = None,
     ema: float | None = None,
     augmentation: Augmentation | None = None,
+    secure_noise: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     device: torch.device | str | None = None,
@@ -55,6 +56,7 @@ def make_private(
     `batch_size` is the expected size B of a Poisson draw; T = ceil(epochs * n / B) unless `steps` gives it. `loss_fn`
     takes (model, batch) and returns one loss a sample. The noise is calibrated to `target_epsilon`, or given.
     `seed=None` means cryptographic noise and sampling; a seed makes the run reproducible, and so not fit for release.
+    `secure_noise` hardens the noise against floating-point attacks (a mitigation, at a few per cent of a step).
     `scheduler.step()` is called once after every step. `ema` is the decay of an average of the released parameters,
     at no privacy cost (`PrivateRun.averaged_model`). What would break the guarantee is refused before any training.
     """
@@ -95,6 +97,7 @@ def make_private(
         generator=randomness,
         clipping=clipping,
         augmentation=augmentation,
+        secure_noise=secure_noise,
     )
     sampler = PoissonBatches(
         dataset,
@@ -223,7 +226,7 @@ class PrivateRun:
             planned_steps=self.steps,
             released_steps=self.steps_done,
             delta=self.delta,
-            randomness=step.randomness.description,
+            randomness=step.noise_source,
             reproducible=step.randomness.reproducible,
         )
 
@@ -271,6 +274,7 @@ class PrivateRun:
             "clip_norm": step.clip_norm,
             "steps": self.steps,
             "delta": self.delta,
+            "secure_noise": step.secure_noise,
         }
 
 

@@ -205,6 +205,7 @@ def _prepare(spec: RunSpec, task: Task, losses: _LossMeter | None) -> PrivateRun
         ema=spec.ema,
         augmentation=task.augmentation,
         collate_fn=task.collate_fn,
+        secure_noise=spec.secure_noise,
     )
 
 

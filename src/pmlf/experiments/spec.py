@@ -146,6 +146,10 @@ class Setting(Budget):
     """Makes the run reproducible: initial weights, draws and noise follow from it.
     Whoever knows it can take the noise away: for experiments, not for a model to release."""
 
+    secure_noise: bool = False
+    """Make every Gaussian from four, against attacks on the last bits of floating-point noise.
+    A mitigation, not a proof; it costs a few per cent of a step at most."""
+
     max_physical_batch_size: int = 256
     """Records in memory at once. Changes memory and speed, nothing else."""
 
