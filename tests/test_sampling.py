@@ -141,3 +141,17 @@ def test_a_dataset_that_cannot_be_sampled_is_refused(dataset: Any, message: str)
 def test_bad_sizes_are_refused_by_name(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sampler(**options)
+
+
+def test_draws_are_not_a_shuffled_pass_over_the_records() -> None:
+    """What is accounted for is Poisson sampling: in the n/B steps of an epoch a record comes 0, 1, 2, ... times."""
+    times = torch.zeros(2000)
+    sizes = set()
+    for batch in drawn(sampler(size=2000, batch=20, physical=2000), 100):
+        assert len(set(batch)) == len(batch)
+        sizes.add(len(batch))
+        times[batch] += 1
+    assert len(sizes) > 5
+    expected = torch.tensor([0.366, 0.370, 0.185])  # binomial(100, 1/100); a shuffle would give 0, 1, 0
+    found = torch.stack([(times == count).double().mean() for count in range(3)])
+    assert (found - expected).abs().max() < 0.05

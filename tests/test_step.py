@@ -411,3 +411,28 @@ def test_a_bad_loss_is_refused_with_the_way_out(loss: Any, message: str) -> None
 def test_a_bad_batch_is_refused(batch: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(small()).accumulate(batch)
+
+
+def test_history_holds_released_iterates_and_nothing_else() -> None:
+    model = small()
+    step = build(model, method=methods.dp_pmlf(k=3), noise_multiplier=1.0, generator=seeded(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    released: list[list[Tensor]] = []
+
+    def remembered() -> list[list[Tensor]]:
+        iterates: list[list[Tensor]] = step.state_dict()["history"]["iterates"]
+        return iterates
+
+    for index in range(4):
+        released.insert(0, [p.detach().clone() for p in model.parameters()])
+        before = remembered()
+        step.accumulate(images(6)(2))
+        step.discard()  # what was looked at and not released leaves no trace
+        for kept, same in zip(before, remembered(), strict=True):
+            assert all(map(torch.equal, kept, same))
+        step.accumulate(images(6)(2))
+        step.release()
+        optimizer.step()
+        assert len(remembered()) == min(index + 1, 2)
+        for kept, iterate in zip(remembered(), released, strict=False):
+            assert all(map(torch.equal, kept, iterate))

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pmlf import accounting, filters, methods, sampling, theory
+    from pmlf import accounting, audit, filters, methods, sampling, theory
     from pmlf.fixes import fix_model
     from pmlf.step import Augmentation, PrivateStep
     from pmlf.training import PrivateRun, evaluate, make_private
@@ -15,6 +15,7 @@ __all__ = [
     "PrivateRun",
     "PrivateStep",
     "accounting",
+    "audit",
     "check",
     "evaluate",
     "filters",

@@ -10,6 +10,7 @@ from typing import Annotated, TextIO
 import tyro
 
 from pmlf.commands.account import Account
+from pmlf.commands.audit import Audit
 from pmlf.commands.bench import Bench
 from pmlf.commands.common import INTERRUPTED, REFUSED, Command, say
 from pmlf.commands.filter import Filter
@@ -20,6 +21,7 @@ _AnyCommand = (
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Account, tyro.conf.subcommand("account")]
     | Annotated[Filter, tyro.conf.subcommand("filter")]
+    | Annotated[Audit, tyro.conf.subcommand("audit")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 

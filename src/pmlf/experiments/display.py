@@ -21,6 +21,7 @@ from pmlf.experiments.results import Evaluation, Observer, RunResult
 from pmlf.experiments.spec import RunSpec
 
 if TYPE_CHECKING:  # torch behind it takes seconds to import
+    from pmlf.audit import Report
     from pmlf.filter_report import FilterReport
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -256,6 +257,28 @@ def response_table(gains: Mapping[float, float]) -> Table:
         table.add_column(heading, justify="right")
     for frequency, gain in gains.items():
         table.add_row(f"{frequency:.2f}", f"{gain:.4g}", f"{20 * math.log10(max(gain, 1e-12)):.1f}")
+    return table
+
+
+def audit_table(reports: Sequence[Report]) -> Table:
+    """A row a bound: what is claimed, what was measured, and whether the claim stands."""
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("audited")
+    table.add_column("bound")
+    for heading in ("at delta", "claimed epsilon", "at least"):
+        table.add_column(heading, justify="right")
+    table.add_column("claim")
+    for report in reports:
+        for index, bound in enumerate(report.bounds):
+            table.add_row(
+                "" if index else report.subject,
+                bound.name,
+                f"{bound.delta:.3g}",
+                f"{bound.claimed:.4g}",
+                f"{bound.epsilon:.4g}",
+                "REFUTED" if bound.refutes else "stands",
+                style="bold" if bound.refutes else None,
+            )
     return table
 
 
