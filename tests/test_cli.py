@@ -19,11 +19,12 @@ import pmlf
 from pmlf import data, methods, models
 from pmlf.cli import main
 from pmlf.commands.account import Account
+from pmlf.commands.audit import Audit
 from pmlf.commands.filter import Filter
 from pmlf.commands.training import Compare, Train
 from pmlf.experiments.spec import RunSpec, flag
 
-COMMANDS = {"train": Train, "compare": Compare, "account": Account, "filter": Filter}
+COMMANDS = {"train": Train, "compare": Compare, "account": Account, "filter": Filter, "audit": Audit}
 QUICK = ["--model", "linear", "--steps", "2", "--batch-size", "20"]
 FILES = ["certificate.json", "metrics.jsonl", "model.safetensors", "spec.json"]
 
