@@ -26,7 +26,7 @@ from pmlf.experiments.spec import RunSpec, flag
 
 COMMANDS = {"train": Train, "compare": Compare, "account": Account, "filter": Filter, "audit": Audit}
 QUICK = ["--model", "linear", "--steps", "2", "--batch-size", "20"]
-FILES = ["certificate.json", "metrics.jsonl", "model.safetensors", "spec.json"]
+FILES = ["certificate.json", "ledger.jsonl", "metrics.jsonl", "model.safetensors", "result.json", "spec.json"]
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -242,7 +242,7 @@ def test_ctrl_c_keeps_what_was_released(tmp_path: Path) -> None:
     document = json.loads(out)
     assert document["interrupted"] and 10 <= document["steps"] < 5000
     assert "Traceback" not in err and "pmlf: interrupted: what was released until then is in run" in err
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == FILES
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted([*FILES, "checkpoint.safetensors"])
     certificate = json.loads((tmp_path / "run" / "certificate.json").read_text())
     assert certificate["released_steps"] == document["steps"]
 

@@ -15,7 +15,7 @@ from pmlf.experiments.results import Evaluation, Unobserved
 from pmlf.experiments.spec import MethodOptions, RunSpec, Setting, comparison, default_delta
 
 QUICK = RunSpec(model="linear", steps=3, batch_size=20, noise_multiplier=1.0, seed=0)
-FILES = ["certificate.json", "metrics.jsonl", "model.safetensors", "spec.json"]
+FILES = ["certificate.json", "ledger.jsonl", "metrics.jsonl", "model.safetensors", "result.json", "spec.json"]
 
 
 def quick(**changes: object) -> RunSpec:
@@ -194,7 +194,7 @@ def test_an_interrupted_run_keeps_what_was_released(tmp_path: Path) -> None:
     result = runner.run(QUICK, tmp_path / "run", observer=StopAt(2, KeyboardInterrupt()))
     assert result.interrupted and (result.steps, result.planned_steps) == (2, 3)
     assert result.test_accuracy is None
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == FILES
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted([*FILES, "checkpoint.safetensors"])
     certificate = json.loads((tmp_path / "run" / "certificate.json").read_text())
     assert certificate["released_steps"] == 2
     assert 0 < result.epsilon < certificate["epsilon_at_planned_steps"]["pld"]
@@ -269,16 +269,3 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="device='abacus'"):
         runner.run(quick(device="abacus"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_an_interrupted_write_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    runner.write_atomically(path, b"old")
-
-    def fail(descriptor: int) -> None:
-        raise OSError("full")
-
-    monkeypatch.setattr(runner.os, "fsync", fail)
-    with pytest.raises(OSError, match="full"):
-        runner.write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 
 import dp_accounting
@@ -28,6 +29,14 @@ _LARGEST_LOG_RATIO = 30.0  # how far from its guess, as a factor e^30, a noise m
 _CALIBRATION_TOLERANCE = 1e-5  # relative, of the noise multiplier
 
 
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One release: a clipped sum over a Poisson(q) batch + z C N(0, I)."""
+
+    noise_multiplier: float
+    sample_rate: float
+
+
 def epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "pld") -> float:
     """epsilon at delta of T releases of a clipped sum over a Poisson(q) batch + z C N(0, I) (Theorem 2).
 
@@ -40,6 +49,43 @@ def epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: f
     _check_mechanism(noise_multiplier, sample_rate, steps, accountant)
     _check_delta("delta", delta, accountant)
     return _epsilon(float(noise_multiplier), float(sample_rate), int(steps), float(delta), accountant)
+
+
+def composed_epsilon(events: Mapping[Event, int], *, delta: float) -> float:
+    """epsilon at delta of events of several kinds, also if each was chosen after seeing what those before released.
+
+    Renyi divergences add up at every order, adaptively too, as long as the total is kept below a bound that was fixed
+    before: an RDP filter (Feldman & Zrnic 2021). The events may come in any order.
+
+    >>> one = {Event(noise_multiplier=1.0, sample_rate=1 / 60): 1500}
+    >>> round(composed_epsilon(one, delta=1e-5), 2)
+    4.33
+    """
+    for event, count in events.items():
+        _check_mechanism(event.noise_multiplier, event.sample_rate, count, "rdp")
+    _check_delta("delta", delta, "rdp")
+    return _composed_epsilon(_plain(events), float(delta))
+
+
+def affordable_steps(
+    event: Event, *, at_most: int, target_epsilon: float, delta: float, accountant: str, spent: Mapping[Event, int]
+) -> int:
+    """How many events fit into target_epsilon beside those `spent` (by "rdp" alone), counted up to `at_most`."""
+    if accountant == "pld" and spent:
+        raise ValueError("events of several kinds are composed by accountant='rdp': 'pld' takes one kind")
+
+    def fits(count: int) -> bool:
+        if accountant == "pld":
+            return _epsilon(event.noise_multiplier, event.sample_rate, count, delta, "pld") <= target_epsilon
+        return composed_epsilon({**spent, event: spent.get(event, 0) + count}, delta=delta) <= target_epsilon
+
+    if fits(at_most):
+        return at_most
+    fit, too_many = 0, at_most
+    while too_many - fit > 1:
+        middle = (fit + too_many) // 2
+        fit, too_many = (middle, too_many) if fits(middle) else (fit, middle)
+    return fit
 
 
 def delta(*, noise_multiplier: float, sample_rate: float, steps: int, epsilon: float, accountant: str = "pld") -> float:
@@ -59,9 +105,17 @@ def delta(*, noise_multiplier: float, sample_rate: float, steps: int, epsilon: f
 
 
 def noise_multiplier(
-    *, target_epsilon: float, target_delta: float, sample_rate: float, steps: int, accountant: str = "pld"
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str = "pld",
+    spent: Mapping[Event, int] | None = None,
 ) -> float:
     """Smallest noise multiplier z found whose `epsilon()` is at most target_epsilon, never more.
+
+    With events `spent` before, the steps and they together (`composed_epsilon`) are at most target_epsilon.
 
     >>> z = noise_multiplier(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.02, steps=1000)
     >>> 0.999 < epsilon(noise_multiplier=z, sample_rate=0.02, steps=1000, delta=1e-5) <= 1.0
@@ -79,7 +133,35 @@ def noise_multiplier(
             f"target_delta={target_delta} is no less than the probability {drawn:.3g} that a record is ever "
             "drawn, so that no noise would be needed: give a far smaller one."
         )
-    return _calibrated(float(target_epsilon), float(target_delta), float(sample_rate), int(steps), accountant)
+    target, delta = float(target_epsilon), float(target_delta)
+    if not spent:
+        return _calibrated(target, delta, float(sample_rate), int(steps), accountant, ())
+    before = composed_epsilon(spent, delta=target_delta)
+    if before >= target_epsilon:
+        raise ValueError(
+            f"target_epsilon={target_epsilon} is spent already: earlier events make epsilon {before:.4g} by RDP, so "
+            "nothing is left for another step."
+        )
+    return _calibrated(target, delta, float(sample_rate), int(steps), "rdp", _plain(spent))
+
+
+_PlainEvents = tuple[tuple[float, float, int], ...]  # (z, q, count): what a cache can hold
+
+
+def _plain(events: Mapping[Event, int]) -> _PlainEvents:
+    return tuple(sorted((float(e.noise_multiplier), float(e.sample_rate), int(n)) for e, n in events.items() if n))
+
+
+@lru_cache(maxsize=4096)
+def _composed_epsilon(events: _PlainEvents, delta: float) -> float:
+    if not events:
+        return 0.0
+    with _quiet():
+        total = rdp.RdpAccountant()
+        for z, rate, count in events:
+            step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(z))
+            total.compose(dp_accounting.SelfComposedDpEvent(step, count))
+        return float(total.get_epsilon(delta))
 
 
 @lru_cache(maxsize=4096)
@@ -91,16 +173,20 @@ def _epsilon(z: float, rate: float, steps: int, delta: float, accountant: str) -
 
 
 @lru_cache(maxsize=256)
-def _calibrated(target: float, delta: float, rate: float, steps: int, accountant: str) -> float:
+def _calibrated(target: float, delta: float, rate: float, steps: int, accountant: str, before: _PlainEvents) -> float:
+    def total(log_z: float) -> float:
+        if before:
+            return _composed_epsilon((*before, (math.exp(log_z), rate, steps)), delta)
+        return _epsilon(math.exp(log_z), rate, steps, delta, accountant)
+
     def excess(log_z: float) -> float:
         """log(epsilon / target), kept finite for the root finder where epsilon is 0 or infinite."""
-        spent = _epsilon(math.exp(log_z), rate, steps, delta, accountant)
-        return math.log(min(max(spent / target, 1e-6), 1e6))
+        return math.log(min(max(total(log_z) / target, 1e-6), 1e6))
 
     guess = math.log(max(0.5, rate * math.sqrt(2 * steps * math.log(1 / delta)) / target))
     low, high = _bracket(excess, guess, f"target_epsilon={target} at target_delta={delta}")
     log_z = float(optimize.brentq(excess, low, high, xtol=_CALIBRATION_TOLERANCE))
-    while _epsilon(math.exp(log_z), rate, steps, delta, accountant) > target:  # a root may lie on the wrong side
+    while total(log_z) > target:  # a root may lie on the wrong side
         log_z += _CALIBRATION_TOLERANCE
     return math.exp(log_z)
 

@@ -14,15 +14,18 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from pmlf import accounting
+from pmlf.accounting import Event
 from pmlf.arguments import require_count, require_positive, steps_of_epochs
 from pmlf.averaging import ParameterAverage
 from pmlf.batches import to_device
 from pmlf.capture import LossFunction
 from pmlf.certificate import certificate
+from pmlf.ledger import Ledger
 from pmlf.methods import Method
 from pmlf.momentum import Clipping
 from pmlf.noise import Randomness, SecureRandomness, SeededRandomness
 from pmlf.sampling import LogicalBatch, PoissonBatches, population
+from pmlf.spending import Spending, continued_noise
 from pmlf.step import Augmentation, PrivateStep
 
 
@@ -50,6 +53,7 @@ def make_private(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     device: torch.device | str | None = None,
+    ledger: Ledger | None = None,
 ) -> PrivateRun:
     """A `PrivateRun` whose T steps together are (target_epsilon, target_delta)-DP for adding or removing one record.
 
@@ -58,7 +62,8 @@ def make_private(
     `seed=None` means cryptographic noise and sampling; a seed makes the run reproducible, and so not fit for release.
     `secure_noise` hardens the noise against floating-point attacks (a mitigation, at a few per cent of a step).
     `scheduler.step()` is called once after every step. `ema` is the decay of an average of the released parameters,
-    at no privacy cost (`PrivateRun.averaged_model`). What would break the guarantee is refused before any training.
+    at no privacy cost (`PrivateRun.averaged_model`). Every step is written to the `ledger` before it is released, and
+    the target covers all that is in it. What would break the guarantee is refused before any training.
     """
     records = population(dataset)
     delta = _checked_delta(target_delta, records)
@@ -70,10 +75,16 @@ def make_private(
         )
     if (target_epsilon is None) == (noise_multiplier is None):
         raise ValueError("give target_epsilon or noise_multiplier, one of the two")
+    if noise_multiplier is None and ledger is not None:
+        noise_multiplier = continued_noise(ledger)
     if noise_multiplier is None:
         assert target_epsilon is not None
         noise_multiplier = accounting.noise_multiplier(
-            target_epsilon=target_epsilon, target_delta=delta, sample_rate=batch_size / records, steps=planned
+            target_epsilon=target_epsilon,
+            target_delta=delta,
+            sample_rate=batch_size / records,
+            steps=planned,
+            spent=None if ledger is None else ledger.tally.events,
         )
     else:
         require_positive("noise_multiplier", noise_multiplier, "without noise nothing is private")
@@ -109,7 +120,15 @@ def make_private(
         device=private_step.trained[0].device,
     )
     average = None if ema is None else ParameterAverage(ema)
-    return PrivateRun(private_step, sampler, optimizer, scheduler, planned, delta, average)
+    spending = Spending(
+        event=Event(noise_multiplier=noise_multiplier, sample_rate=sampler.rate),
+        planned_steps=planned,
+        replayable=randomness.reproducible,
+        delta=delta,
+        target_epsilon=target_epsilon,
+        ledger=ledger,
+    )
+    return PrivateRun(private_step, sampler, optimizer, scheduler, planned, delta, average, spending)
 
 
 class PrivateRun:
@@ -123,7 +142,8 @@ class PrivateRun:
         scheduler: LRScheduler | None,
         steps: int,
         delta: float,
-        average: ParameterAverage | None = None,
+        average: ParameterAverage | None,
+        spending: Spending,
     ) -> None:
         self.private_step = private_step
         self.optimizer = optimizer
@@ -132,7 +152,9 @@ class PrivateRun:
         self._delta = delta
         self._sampler = sampler
         self._average = average
+        self.spending = spending
         self._due: LogicalBatch | None = None
+        self._between_steps = True
 
     @property
     def model(self) -> nn.Module:
@@ -156,9 +178,19 @@ class PrivateRun:
         """Steps in which every record is drawn once on average."""
         return steps_of_epochs(1, self._sampler.population, self.private_step.expected_batch_size)
 
+    @property
+    def between_steps(self) -> bool:
+        """False after a step that was interrupted with its gradient released and the parameters not yet updated."""
+        return self._between_steps
+
     def batches(self) -> Iterator[LogicalBatch]:
-        """The logical batches of the steps that are left, each to be given to `step` once, in order, empty ones too."""
+        """The logical batches of the steps that are left, each to be given to `step` once, in order, empty ones too.
+
+        They end before the step that would pass the target epsilon.
+        """
         for batch in self._sampler.batches(self.steps_done, self.steps):
+            if not self.spending.affords(batch.step):
+                return
             self._due = batch
             yield batch
             if self.steps_done == batch.step:
@@ -182,9 +214,11 @@ class PrivateRun:
         try:
             for indices, micro_batch in batch.numbered():
                 self.private_step.accumulate(micro_batch, samples=indices)
+            self.spending.spend(batch.step)  # on the disk before it is released
         except BaseException:
             self.private_step.discard()
             raise
+        self._between_steps = False
         self.private_step.release()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -192,6 +226,7 @@ class PrivateRun:
             self.scheduler.step()
         if self._average is not None:
             self._average.update(self.private_step.trained)
+        self._between_steps = True
 
     def averaged_model(self) -> nn.Module | None:
         """A copy of the model at the average of the parameters released so far; None if none is kept, or none yet."""
@@ -205,13 +240,8 @@ class PrivateRun:
         return averaged
 
     def epsilon(self) -> float:
-        """Spent so far, at the run's delta, by the PLD accountant."""
-        return accounting.epsilon(
-            noise_multiplier=self.private_step.noise_multiplier,
-            sample_rate=self._sampler.rate,
-            steps=self.steps_done,
-            delta=self.delta,
-        )
+        """Spent so far, at the run's delta: by PLD, or by an RDP filter where its ledger holds other plans too."""
+        return self.spending.epsilon()
 
     def certificate(self) -> dict[str, Any]:
         """The mechanism, its public constants and the epsilon they give; JSON-ready."""
@@ -224,7 +254,7 @@ class PrivateRun:
             noise_multiplier=step.noise_multiplier,
             clip_norm=step.clip_norm,
             planned_steps=self.steps,
-            released_steps=self.steps_done,
+            released_steps=self.spending.run_events,
             delta=self.delta,
             randomness=step.noise_source,
             reproducible=step.randomness.reproducible,
@@ -232,8 +262,11 @@ class PrivateRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything released, at a step boundary: never a pending sum, a key or a sample."""
+        if not self.between_steps:
+            raise RuntimeError("a step was interrupted between its release and the optimizer: go back to a saved state")
         return {
             "mechanism": self._mechanism(),
+            "spending": self.spending.state_dict(),
             "private_step": self.private_step.state_dict(),
             # copies: torch's own state dicts share their tensors with the running objects
             "model": copy.deepcopy(self.model.state_dict()),
@@ -243,17 +276,21 @@ class PrivateRun:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue a run of the same mechanism from its saved state."""
+        """Continue a run of the same mechanism from its saved state.
+
+        With a ledger and a target epsilon it may plan more steps than it did: the guard then composes by an RDP filter.
+        """
         for name, value in self._mechanism().items():
-            if state["mechanism"].get(name) != value:
+            saved = state["mechanism"].get(name)
+            if saved != value and not (name == "steps" and saved < value and self.spending.guards_longer_plans):
                 raise ValueError(
-                    f"the state has {name}={state['mechanism'].get(name)!r} and this run has {value!r}: a resumed run "
-                    "must keep its mechanism"
+                    f"the state has {name}={saved!r} and this run has {value!r}: a resumed run must keep its mechanism"
                 )
         if (state["scheduler"] is None) != (self.scheduler is None):
             raise ValueError("the state and this run differ in having a scheduler: build the run as it was")
         if (state["average"] is None) != (self._average is None):
             raise ValueError("the state and this run differ in keeping an average (ema): build the run as it was")
+        self.spending.load_state_dict(state["spending"])
         self.private_step.load_state_dict(state["private_step"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
@@ -262,6 +299,7 @@ class PrivateRun:
         if self._average is not None:
             self._average.load_state_dict(state["average"], like=self.private_step.trained)
         self._due = None
+        self._between_steps = True
 
     def _mechanism(self) -> dict[str, Any]:
         step = self.private_step

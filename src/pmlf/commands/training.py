@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import signal
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +11,9 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from pmlf.commands.common import INTERRUPTED, Command, check_plot, say
+from pmlf.commands.common import Command, check_plot, say
 from pmlf.experiments import display
-from pmlf.experiments.results import SENSITIVE_NOTE, comparison_json, rate_note
+from pmlf.experiments.results import SENSITIVE_NOTE, RunResult, comparison_json, rate_note
 from pmlf.experiments.spec import RunSpec, Setting, comparison, shown_default
 
 _Setting = Annotated[Setting, tyro.conf.arg(name="")]  # its options stand among the command's own
@@ -29,6 +30,10 @@ class TrainingCommand(Command):
 
     data_dir: Annotated[Path | None, shown_default("$PMLF_DATA, else the Hugging Face hub")] = None
     """Folder of datasets laid out as the hub lays them out, such as DATA_DIR/uoft-cs/cifar10."""
+
+    checkpoint_every: Annotated[int | None, shown_default("none: one a minute", "STEPS")] = None
+    """Steps from one checkpoint to the next. Without a seed, steps that a crash loses are done again with fresh noise,
+    and cost epsilon twice; Ctrl-C and SIGTERM lose none, they make a checkpoint first."""
 
     show_sensitive: bool = False
     """Also show and record the training loss.
@@ -49,26 +54,58 @@ class Train(TrainingCommand):
     """Train a model with differential privacy and say what was spent.
 
     Without any option: CNN-5 by DP-PMLF on the 12,000 Fashion-MNIST images inside the package. The folder of the run
-    gets spec.json, metrics.jsonl (a line an epoch), model.safetensors and certificate.json. Ctrl-C ends a run early and
-    keeps what was released. Epsilon is for adding or removing one training record; test records are not protected.
+    gets spec.json, metrics.jsonl (a line an epoch), model.safetensors, certificate.json and .html, result.json and the
+    ledger of what was spent. Ctrl-C ends a run early and keeps what was released; --resume goes on with it, or with one
+    that was cut off. Epsilon is for adding or removing one training record; test records are not protected.
     """
 
     method: str = "dp-pmlf"
     """dp-pmlf, lp-dpsgd, dpsgd, inner-outer, disk.
     Without per-sample momentum: dp-pmlf-without-pm. Without low-pass filter: dp-pmlf-without-lf."""
 
+    resume: Annotated[Path | None, shown_default("none, a new run", "RUN_DIR")] = None
+    """Go on with the run in this folder where it was interrupted or cut off; all settings are read from there.
+    With the seed it began with it ends in the same weights. Without one it draws fresh noise, and lost steps are
+    charged again, so that it may stop before its last step, at its epsilon. --epochs or --steps may ask for more: the
+    run then stops where an RDP filter, which allows for such afterthoughts, reaches epsilon."""
+
+    ledger: Annotated[Path | None, shown_default("ledger.jsonl in the folder", "FILE")] = None
+    """Ledger that runs on this dataset share, made if it is not there. Every step is written to it before it is
+    released, and --epsilon is then for all of its runs together, by an RDP filter."""
+
     def execute(self) -> int:
         from pmlf.experiments import runner
 
         self.warn()
-        spec = RunSpec(method=self.method, **vars(self.setting))
-        out = self.folder(self.method)
+        spec, out = self._continued(self.resume) if self.resume else self._new()
         with display.train_progress(Console(stderr=True)) as observer:
             result = runner.run(
-                spec, out, data_dir=self.data_dir, observer=observer, show_sensitive=self.show_sensitive
+                spec,
+                out,
+                data_dir=self.data_dir,
+                observer=observer,
+                show_sensitive=self.show_sensitive,
+                resume=self.resume is not None,
+                ledger=self.ledger,
+                checkpoint_every=self.checkpoint_every,
             )
         self.show(result.to_json(), display.run_summary(result))
-        return _ended(result.interrupted, out)
+        return _ended(result)
+
+    def _new(self) -> tuple[RunSpec, Path]:
+        return RunSpec(method=self.method, **vars(self.setting)), self.folder(self.method)
+
+    def _continued(self, folder: Path) -> tuple[RunSpec, Path]:
+        """The folder's own spec; settings typed beside it, other than the plan, must not contradict it."""
+        from pmlf.experiments.folder import RunFolder, continued
+
+        if self.out is not None:
+            raise ValueError(f"--out {self.out} and --resume {folder} both name the run's folder: give --resume alone")
+        stored = RunFolder(folder).spec()
+        typed = RunSpec(method=self.method, **vars(self.setting))
+        defaults = vars(RunSpec())
+        untouched = {name: vars(stored)[name] for name, value in vars(typed).items() if value == defaults[name]}
+        return continued(stored, replace(typed, **untouched)), folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +135,12 @@ class Compare(TrainingCommand):
         out = self.folder("comparison")
         with display.compare_progress(Console(stderr=True), self.methods) as observer:
             results = runner.compare(
-                specs, out, data_dir=self.data_dir, observer=observer, show_sensitive=self.show_sensitive
+                specs,
+                out,
+                data_dir=self.data_dir,
+                observer=observer,
+                show_sensitive=self.show_sensitive,
+                checkpoint_every=self.checkpoint_every,
             )
         plot = self.plot or out / "accuracy.png"
         display.plot_accuracy(results, plot)
@@ -108,11 +150,11 @@ class Compare(TrainingCommand):
             rate_note(results),
             display.facts([("written to", str(out)), ("picture", str(plot))]),
         )
-        return _ended(results[-1].interrupted, out)
+        return _ended(results[-1])
 
 
-def _ended(interrupted: bool, out: Path) -> int:
-    if not interrupted:
+def _ended(result: RunResult) -> int:
+    if result.interrupted_by is None:
         return 0
-    say(f"interrupted: what was released until then is in {out}")
-    return INTERRUPTED
+    say(f"interrupted: what was released until then is in {result.out}, and --resume {result.out} goes on with it")
+    return 128 + signal.Signals[result.interrupted_by]  # as a shell reports a process that a signal ended

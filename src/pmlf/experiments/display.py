@@ -202,12 +202,16 @@ def run_summary(result: RunResult) -> str:
             ("run", f"{spec.method}, {spec.model} on {spec.dataset}"),
             (f"{result.split} accuracy", accuracies(result.test_accuracy, result.ema_accuracy)),
             ("epsilon", f"{result.epsilon:.4g} at delta {spec.delta:.3g}, for adding or removing one training record"),
-            ("steps", f"{result.steps} of {result.planned_steps}, {duration(result.seconds)}"),
+            ("steps", f"{result.steps} of {result.planned_steps}, {duration(result.seconds)}{_why_fewer(result)}"),
             ("noise multiplier", f"{result.noise_multiplier:.4g}"),
             ("noise", noise),
             ("written to", str(result.out)),
         ]
     )
+
+
+def _why_fewer(result: RunResult) -> str:
+    return "; stopped at its epsilon, which lost steps or other runs have used up" if result.budget_spent else ""
 
 
 def comparison_table(results: Sequence[RunResult]) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,10 +31,18 @@ class Evaluation:
         there = {name: value for name, value in asdict(self).items() if value is not None}
         return there if self.training_loss is None else {**there, "training_loss_is": SENSITIVE_NOTE}
 
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> Evaluation:
+        return Evaluation(**{name: value for name, value in document.items() if name != "training_loss_is"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """A run that ended, or was interrupted; `evaluations` may then be empty."""
+    """A run that ended, or was interrupted; `evaluations` may then be empty.
+
+    `epsilon` is of all that its ledger holds: more than its `steps` make, where steps were lost in a crash and done
+    again, or where other runs share the ledger. Fewer steps than planned, uninterrupted: the budget was spent.
+    """
 
     spec: RunSpec
     out: Path
@@ -43,8 +51,17 @@ class RunResult:
     steps: int
     planned_steps: int
     seconds: float
-    interrupted: bool
+    interrupted_by: str | None  # a signal's name
     evaluations: tuple[Evaluation, ...]
+
+    @property
+    def interrupted(self) -> bool:
+        return self.interrupted_by is not None
+
+    @property
+    def budget_spent(self) -> bool:
+        """Whether the run stopped before the step that would have passed its target epsilon."""
+        return self.steps < self.planned_steps and not self.interrupted
 
     @property
     def test_accuracy(self) -> float | None:
@@ -75,8 +92,21 @@ class RunResult:
             "seconds": round(self.seconds, 1),
             "seed": self.spec.seed,
             "interrupted": self.interrupted,
+            "interrupted_by": self.interrupted_by,
+            "budget_spent": self.budget_spent,
             "out": str(self.out),
         }
+
+    def to_full_json(self) -> dict[str, Any]:
+        """With its evaluations: what result.json holds."""
+        return {**self.to_json(), "evaluations": [evaluation.to_json() for evaluation in self.evaluations]}
+
+    @staticmethod
+    def from_full_json(document: Mapping[str, Any], spec: RunSpec, out: Path) -> RunResult:
+        """The result that `to_full_json` wrote, from the folder where it is now."""
+        stored = ("epsilon", "noise_multiplier", "steps", "planned_steps", "seconds", "interrupted_by")
+        evaluations = tuple(Evaluation.from_json(evaluation) for evaluation in document["evaluations"])
+        return RunResult(spec=spec, out=out, evaluations=evaluations, **{name: document[name] for name in stored})
 
 
 class Observer(Protocol):
@@ -104,8 +134,7 @@ class Unobserved:
 
 def comparison_json(results: Sequence[RunResult], out: Path) -> dict[str, Any]:
     """Every run's result with its evaluations."""
-    runs = [{**result.to_json(), "evaluations": [e.to_json() for e in result.evaluations]} for result in results]
-    return {"runs": runs, "note": rate_note(results), "out": str(out)}
+    return {"runs": [result.to_full_json() for result in results], "note": rate_note(results), "out": str(out)}
 
 
 def rate_note(results: Sequence[RunResult]) -> str:

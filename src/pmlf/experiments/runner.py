@@ -1,28 +1,35 @@
-"""Carry out a run and write its folder: spec.json, metrics.jsonl, model.safetensors (model-ema), certificate.json.
+"""Carry out a run in its folder: begin it, or go on with it where it was cut off, and leave its results.
 
 Nothing is printed here: an `Observer` is told. Nothing sensitive is told or written unless it is asked for.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pmlf.arguments import require_count
 from pmlf.experiments import tasks
+from pmlf.experiments.folder import RunFolder, continued
+from pmlf.experiments.progress import Progress
 from pmlf.experiments.results import Evaluation, Observer, RunResult, Unobserved, comparison_json
+from pmlf.experiments.signals import noted_signals
 from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.tasks import Task
+from pmlf.files import write_json
+from pmlf.ledger import Ledger
+from pmlf.sampling import LogicalBatch
 from pmlf.training import PrivateRun, evaluate, make_private
+
+_SECONDS_BETWEEN_CHECKPOINTS = 60.0
 
 
 def run(
@@ -32,54 +39,68 @@ def run(
     data_dir: Path | None = None,
     observer: Observer | None = None,
     show_sensitive: bool = False,
+    resume: bool = False,
+    ledger: Path | None = None,
+    checkpoint_every: int | None = None,
 ) -> RunResult:
     """Train as `spec` says, evaluate once an epoch, and leave the results in the new folder `out`.
 
-    What cannot be trained is refused before there is a folder. A KeyboardInterrupt ends the run early, with
-    everything that was released until then in the folder.
+    What cannot be trained leaves no folder. SIGINT and SIGTERM (and a KeyboardInterrupt from the observer) end the run
+    when the step that runs is over, with all that was released and a checkpoint in the folder.
+
+    With `resume` a folder that exists is gone on with where its run was cut off, and the stored result of a finished
+    run is returned; the spec must be the run's own, and may ask for more epochs or steps. `ledger` is a file that runs
+    on the same dataset share; by default each run has its own. A checkpoint is made every `checkpoint_every` steps, or
+    every minute.
     """
-    refuse_existing(out)
-    observer = observer or Unobserved()
+    if checkpoint_every is not None:
+        require_count("checkpoint_every", checkpoint_every, "it counts the steps from one checkpoint to the next")
+    folder = RunFolder(out)
+    saved: Mapping[str, Any] | None = None
+    if resume and folder.begun():
+        spec, stored = continued(folder.spec(), spec), folder.spec()
+        finished = folder.finished()
+        if finished is not None and spec == stored:
+            return finished
+        if finished is not None:
+            raise ValueError(f"the run in {str(out)!r} is finished, so its plan cannot change: begin a new run")
+        saved = folder.load()
+    else:
+        folder.refuse_existing()
     task = tasks.prepare(spec, data_dir)
     spec = spec.resolved(task.records)
-    losses = _LossMeter() if show_sensitive else None
-    private = _prepare(spec, task, losses)
-    folder = _Folder(out, spec)
-    evaluations: list[Evaluation] = []
-    interrupted = False
-    begin = time.monotonic()
+    if saved is None:
+        progress = Progress.start(task, ledger or folder.own_ledger)
+        folder.make(spec)
+    else:
+        progress = Progress.from_state(saved["progress"])
+        progress.check(task, seeded=spec.seed is not None)
+        progress.ledger = progress.ledger if ledger is None else ledger.absolute()
+    progress.sensitive_shown |= show_sensitive
+    new_ledger = not progress.ledger.exists()
     try:
-        observer.started(spec, private.steps)
-        for batch in private.batches():
-            private.step(batch)
-            training_loss = losses.take() if losses else None
-            observer.stepped(private.steps_done, training_loss)
-            if private.steps_done % private.steps_per_epoch == 0 or private.steps_done == private.steps:
-                evaluations.append(_evaluate(private, task, training_loss))
-                folder.write_metrics(evaluations)
-                observer.evaluated(evaluations[-1])
-    except KeyboardInterrupt:
-        interrupted = True
-    except Exception:
-        if private.steps_done == 0:
+        with progress.same_threads(), Ledger(progress.ledger, dataset=spec.dataset, run=progress.run) as book:
+            losses = _LossMeter() if show_sensitive else None
+            private = _prepare(spec, task, losses, book)
+            if saved is not None:
+                _restore(private, saved["run"])
+                folder.go_on(spec)
+            return _Execution(
+                spec=spec,
+                task=task,
+                private=private,
+                folder=folder,
+                progress=progress,
+                losses=losses,
+                observer=observer or Unobserved(),
+                checkpoint_every=checkpoint_every,
+            ).carry_out()
+    except BaseException:
+        if saved is None and folder.nothing_spent(progress.ledger, progress.run):
             folder.remove()
-        else:  # what was released is spent: leave its account behind
-            folder.write_results(private, losses is not None)
+            if new_ledger:
+                progress.ledger.unlink(missing_ok=True)
         raise
-    seconds = time.monotonic() - begin
-    folder.write_metrics(evaluations)
-    folder.write_results(private, losses is not None)
-    return RunResult(
-        spec=spec,
-        out=out,
-        epsilon=private.epsilon(),
-        noise_multiplier=private.private_step.noise_multiplier,
-        steps=private.steps_done,
-        planned_steps=private.steps,
-        seconds=seconds,
-        interrupted=interrupted,
-        evaluations=tuple(evaluations),
-    )
 
 
 def compare(
@@ -89,16 +110,25 @@ def compare(
     data_dir: Path | None = None,
     observer: Observer | None = None,
     show_sensitive: bool = False,
+    checkpoint_every: int | None = None,
 ) -> tuple[RunResult, ...]:
     """Run one spec after another, each into a folder of `out` named after its method, and write comparison.json."""
-    refuse_existing(out)
+    RunFolder(out).refuse_existing()
     for spec in specs:
         spec.build_method()  # so that the last method's mistake is not found after the first one's training
     results: list[RunResult] = []
     try:
         for spec in specs:
             folder = out / spec.method
-            results.append(run(spec, folder, data_dir=data_dir, observer=observer, show_sensitive=show_sensitive))
+            result = run(
+                spec,
+                folder,
+                data_dir=data_dir,
+                observer=observer,
+                show_sensitive=show_sensitive,
+                checkpoint_every=checkpoint_every,
+            )
+            results.append(result)
             if results[-1].interrupted:
                 break
     finally:
@@ -107,57 +137,6 @@ def compare(
         elif out.is_dir() and not any(out.iterdir()):
             out.rmdir()
     return tuple(results)
-
-
-def refuse_existing(out: Path) -> None:
-    """A folder of results is never written into twice."""
-    if out.exists():
-        raise ValueError(f"{str(out)!r} exists already: choose another folder, or move this one away")
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    write_atomically(path, json.dumps(document, indent=2).encode() + b"\n")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The whole file or none of it: written beside its place, then renamed into it."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-class _Folder:
-    """A run's folder; making it claims the name."""
-
-    def __init__(self, path: Path, spec: RunSpec) -> None:
-        self._path = path
-        path.mkdir(parents=True)
-        write_atomically(path / "spec.json", spec.to_json().encode())
-
-    def write_metrics(self, evaluations: Sequence[Evaluation]) -> None:
-        lines = [json.dumps(evaluation.to_json()) + "\n" for evaluation in evaluations]
-        write_atomically(self._path / "metrics.jsonl", "".join(lines).encode())
-
-    def write_results(self, private: PrivateRun, sensitive_shown: bool) -> None:
-        """The model, and the certificate at the steps released."""
-        self._write_weights("model.safetensors", private.model)
-        averaged = private.averaged_model()
-        if averaged is not None:
-            self._write_weights("model-ema.safetensors", averaged)
-        certificate = private.certificate()
-        if sensitive_shown:
-            certificate["not_accounted_for"].append("the training loss, shown and recorded on demand")
-        write_json(self._path / "certificate.json", certificate)
-
-    def _write_weights(self, name: str, model: nn.Module) -> None:
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-        write_atomically(self._path / name, safetensors.torch.save(weights))
-
-    def remove(self) -> None:
-        shutil.rmtree(self._path)
 
 
 class _LossMeter:
@@ -176,7 +155,109 @@ class _LossMeter:
         return mean
 
 
-def _prepare(spec: RunSpec, task: Task, losses: _LossMeter | None) -> PrivateRun:
+@dataclass(kw_only=True)
+class _Execution:
+    """A run under way."""
+
+    spec: RunSpec
+    task: Task
+    private: PrivateRun
+    folder: RunFolder
+    progress: Progress
+    losses: _LossMeter | None
+    observer: Observer
+    checkpoint_every: int | None
+
+    def carry_out(self) -> RunResult:
+        """All the steps that are left: to the end, to the end of the budget, or to an interruption."""
+        private = self.private
+        self._begin = time.monotonic() - self.progress.seconds
+        interrupted_by = None
+        try:
+            with noted_signals() as interruption:
+                self._save()  # also before the first step, so that a run which was cut off is always found again
+                self.observer.started(self.spec, private.steps)
+                if private.steps_done:
+                    self.observer.stepped(private.steps_done, None)
+                for batch in private.batches():
+                    self._step(batch)
+                    if interruption.by:
+                        break
+            if private.steps_done < private.steps:
+                interrupted_by = interruption.by
+            if interrupted_by is None and self._last_evaluated() != private.steps_done:  # the budget was spent
+                self._evaluate(None)
+        except KeyboardInterrupt:
+            interrupted_by = "SIGINT"
+        except Exception:
+            if private.spending.run_events:
+                with suppress(OSError):  # a full disk, say: what went wrong first is what to tell
+                    self._leave()
+            raise
+        self._leave()
+        result = RunResult(
+            spec=self.spec,
+            out=self.folder.path,
+            epsilon=private.epsilon(),
+            noise_multiplier=private.private_step.noise_multiplier,
+            steps=private.steps_done,
+            planned_steps=private.steps,
+            seconds=self.progress.seconds,
+            interrupted_by=interrupted_by,
+            evaluations=tuple(self.progress.evaluations),
+        )
+        self.folder.write_result(result)
+        return result
+
+    def _step(self, batch: LogicalBatch) -> None:
+        private = self.private
+        private.step(batch)
+        training_loss = self.losses.take() if self.losses else None
+        self.observer.stepped(private.steps_done, training_loss)
+        if private.steps_done % private.steps_per_epoch == 0 or private.steps_done == private.steps:
+            self._evaluate(training_loss)
+        if self.checkpoint_every is None:
+            due = time.monotonic() - self._saved > _SECONDS_BETWEEN_CHECKPOINTS
+        else:
+            due = private.steps_done % self.checkpoint_every == 0
+        if due:
+            self._save()
+
+    def _evaluate(self, training_loss: float | None) -> None:
+        evaluation = _evaluation(self.private, self.task, training_loss)
+        self.progress.evaluations.append(evaluation)
+        self.folder.write_metrics(self.progress.evaluations)
+        self.observer.evaluated(evaluation)
+
+    def _last_evaluated(self) -> int | None:
+        return self.progress.evaluations[-1].step if self.progress.evaluations else None
+
+    def _save(self) -> None:
+        self._saved = time.monotonic()
+        self.progress.seconds = self._saved - self._begin
+        self.folder.save({"progress": self.progress.to_state(), "run": self.private.state_dict()})
+
+    def _leave(self) -> None:
+        """What was released, and the account of it; after a step that broke off halfway the account alone."""
+        if self.private.between_steps:
+            self._save()
+            self.folder.write_metrics(self.progress.evaluations)
+            self.folder.write_models(self.private)
+        self.folder.write_certificate(self.private, self.progress.sensitive_shown)
+
+
+def _restore(private: PrivateRun, state: dict[str, Any]) -> None:
+    planned = state["mechanism"]["steps"]
+    private.load_state_dict(state)
+    if private.steps != planned and not private.spending.affords(private.steps_done):
+        raise ValueError(
+            f"a plan of {private.steps} steps where {planned} were planned is made after seeing results, and by the "
+            f"RDP filter that this takes epsilon={private.spending.target_epsilon} has no room for another step: "
+            "resume with the plan as it was"
+        )
+
+
+def _prepare(spec: RunSpec, task: Task, losses: _LossMeter | None, ledger: Ledger) -> PrivateRun:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         loss = task.losses(model, batch)
         if losses:
@@ -206,6 +287,7 @@ def _prepare(spec: RunSpec, task: Task, losses: _LossMeter | None) -> PrivateRun
         augmentation=task.augmentation,
         collate_fn=task.collate_fn,
         secure_noise=spec.secure_noise,
+        ledger=ledger,
     )
 
 
@@ -222,7 +304,7 @@ def _device(name: str) -> torch.device:
         raise ValueError(f"device={name!r} cannot be used here: give cpu, or a device that torch finds") from error
 
 
-def _evaluate(private: PrivateRun, task: Task, training_loss: float | None) -> Evaluation:
+def _evaluation(private: PrivateRun, task: Task, training_loss: float | None) -> Evaluation:
     def accuracy(model: nn.Module) -> float:
         return evaluate(model, judged_on, logits=task.logits, labels=task.labels, collate_fn=task.collate_fn)
 

@@ -1,0 +1,135 @@
+"""The budget guard: what a run has spent, and whether it may take another step."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from pmlf import accounting
+from pmlf.accounting import Event
+from pmlf.ledger import Ledger, Position
+from pmlf.tally import Session, Tally
+
+
+class Unwritten:
+    """Stands in for a ledger where none is kept: the same count, gone with the process."""
+
+    dataset = None
+    position = None
+
+    def __init__(self) -> None:
+        self.run = secrets.token_hex(8)
+        self.tally = Tally()
+        self._begun = False
+
+    def spend(self, session: Session, *, step: int) -> None:
+        if not self._begun:
+            self.tally.begin(session)
+            self._begun = True
+        self.tally.add(step)
+
+
+class Spending:
+    """The events of a run, and of those before it in its ledger, held against the target epsilon.
+
+    Events of one kind, planned beforehand, compose by PLD. Once something was chosen after seeing results (other runs
+    in the ledger, a plan made longer) they compose by an RDP filter, which allows for that.
+    """
+
+    def __init__(
+        self,
+        *,
+        event: Event,
+        planned_steps: int,
+        replayable: bool,
+        delta: float,
+        target_epsilon: float | None,
+        ledger: Ledger | None,
+    ) -> None:
+        self._ledger = ledger or Unwritten()
+        self._session = Session(
+            run=self._ledger.run, **asdict(event), planned_steps=planned_steps, replayable=replayable, first_step=0
+        )
+        self._delta = delta
+        self._affordable = 0  # so many events of this kind are known to fit
+        self.target_epsilon = target_epsilon
+
+    @property
+    def dataset(self) -> str | None:
+        """The ledger's."""
+        return self._ledger.dataset
+
+    @property
+    def tally(self) -> Tally:
+        """What every run in the ledger has spent, this one too."""
+        return self._ledger.tally
+
+    @property
+    def run_events(self) -> int:
+        """How often this run has spent: its steps, and those that were lost and done again with fresh noise."""
+        return self.tally.events_of(self._session.run)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether a plan may depend on what was released before it was made."""
+        s = self._session
+        return any((t.run, t.event, t.planned_steps) != (s.run, s.event, s.planned_steps) for t in self.tally.trials)
+
+    @property
+    def guards_longer_plans(self) -> bool:
+        """A plan made longer is an adaptive choice: it takes a ledger to know of it, and a target to stop at."""
+        return isinstance(self._ledger, Ledger) and self.target_epsilon is not None
+
+    def affords(self, step: int) -> bool:
+        """Whether a step leaves the total within the target epsilon; without a target it always does."""
+        if self.target_epsilon is None or self.tally.replays(self._session, step):
+            return True
+        event = self._session.event
+        count = self.tally.events.get(event, 0) + 1
+        if count > self._affordable:
+            self._affordable = accounting.affordable_steps(
+                event,
+                at_most=max(count, self._session.planned_steps),
+                target_epsilon=self.target_epsilon,
+                delta=self._delta,
+                accountant="rdp" if self.adaptive else "pld",
+                spent={other: n for other, n in self.tally.events.items() if other != event},
+            )
+        return count <= self._affordable
+
+    def spend(self, step: int) -> None:
+        """Write down that a step is about to be released."""
+        self._ledger.spend(self._session, step=step)
+
+    def epsilon(self) -> float:
+        """Of everything in the ledger."""
+        if self.adaptive:
+            return accounting.composed_epsilon(self.tally.events, delta=self._delta)
+        event = self._session.event
+        return accounting.epsilon(**asdict(event), steps=self.tally.events.get(event, 0), delta=self._delta)
+
+    def state_dict(self) -> dict[str, Any]:
+        position = self._ledger.position
+        return {"events": self.run_events, "position": None if position is None else asdict(position)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state saved with the same ledger, or with none: what was spent since then stays spent."""
+        position, events = state["position"], state["events"]
+        if (position is None) != isinstance(self._ledger, Unwritten):
+            raise ValueError(
+                "the state was saved without a ledger, so its steps are not in this one: go on without a ledger"
+                if position is None
+                else "the state was saved with a ledger: go on with the same one, so that no step is lost from it"
+            )
+        if isinstance(self._ledger, Ledger):
+            self._ledger.require(Position(**position))
+        else:
+            for step in range(self.run_events, events):
+                self._ledger.spend(self._session, step=step)
+
+
+def continued_noise(ledger: Ledger) -> float | None:
+    """The noise multiplier with which the ledger's run has begun; None for a new run."""
+    return next((trial.event.noise_multiplier for trial in ledger.tally.trials if trial.run == ledger.run), None)

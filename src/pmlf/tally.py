@@ -1,0 +1,103 @@
+"""Events counted: who spent how many of which kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pmlf.accounting import Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """A run from the moment it begins, or goes on, to spend: its mechanism, its plan, its first step.
+
+    `replayable` steps are functions of a seed: done again they release the same numbers, and count once.
+    """
+
+    run: str
+    sample_rate: float
+    noise_multiplier: float
+    planned_steps: int
+    replayable: bool
+    first_step: int
+
+    @property
+    def event(self) -> Event:
+        return Event(noise_multiplier=self.noise_multiplier, sample_rate=self.sample_rate)
+
+    def continues(self, other: Session | None) -> bool:
+        """Whether both are one run with one mechanism and one plan, whatever the steps they began at."""
+        return other is not None and replace(other, first_step=self.first_step) == self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A run under one mechanism and plan; what it has spent is counted by `Tally.trials`."""
+
+    run: str
+    event: Event
+    planned_steps: int
+    replayable: bool
+
+
+class Tally:
+    """Events counted: fresh ones each time, replayed ones once. Every count is at hand, however many there are."""
+
+    def __init__(self) -> None:
+        self._trials: Counter[Trial] = Counter()
+        self._events: Counter[Event] = Counter()
+        self._runs: Counter[str] = Counter()
+        self._replayed: dict[tuple[str, Event], set[int]] = {}
+        self._session: Session | None = None
+        self._next_step = 0
+
+    @property
+    def trials(self) -> Mapping[Trial, int]:
+        """What every run has spent, in the order in which they began."""
+        return self._trials
+
+    @property
+    def events(self) -> Mapping[Event, int]:
+        """How many events of each kind, over all runs."""
+        return self._events
+
+    def events_of(self, run: str) -> int:
+        return self._runs[run]
+
+    def begin(self, session: Session) -> None:
+        """From here on the events are this session's."""
+        self._session = session
+        self._next_step = session.first_step
+
+    def add(self, step: int) -> None:
+        session = self._session
+        assert session is not None
+        self._next_step = step + 1
+        if self.replays(session, step):
+            return
+        if session.replayable:
+            self._replayed.setdefault((session.run, session.event), set()).add(step)
+        self._trials[
+            Trial(
+                run=session.run,
+                event=session.event,
+                planned_steps=session.planned_steps,
+                replayable=session.replayable,
+            )
+        ] += 1
+        self._events[session.event] += 1
+        self._runs[session.run] += 1
+
+    def replays(self, session: Session, step: int) -> bool:
+        """Whether this step of the run is counted already and will not be counted again."""
+        return session.replayable and step in self._replayed.get((session.run, session.event), ())
+
+    def unfinished_step(self) -> int | None:
+        """The step that a line cut short stands for; None where no run had begun, so that nothing was spent."""
+        if self._session is None:
+            return None
+        if self._session.replayable:  # it has no steps beyond its plan
+            return min(self._next_step, self._session.planned_steps - 1)
+        return self._next_step

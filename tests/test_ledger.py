@@ -1,0 +1,253 @@
+"""The ledger: what is in it was counted before it was spent, and whatever happens to the file it never says less."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import resource
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from pmlf import accounting, ledger
+from pmlf.accounting import Event
+from pmlf.ledger import Ledger, Position
+from pmlf.spending import Spending
+from pmlf.tally import Session
+
+FRESH = Session(run="fresh", sample_rate=0.1, noise_multiplier=1.5, planned_steps=10, replayable=False, first_step=0)
+SEEDED = replace(FRESH, run="seeded", replayable=True)
+
+
+def written(path: Path, *sessions: tuple[Session, list[int]]) -> Path:
+    for session, steps in sessions:
+        with Ledger(path, dataset="patients", run=session.run) as book:
+            for step in steps:
+                book.spend(session, step=step)
+    return path
+
+
+def total(path: Path) -> int:
+    return sum(ledger.read(path, dataset="patients").events.values())
+
+
+def test_what_was_spent_is_read_back(tmp_path: Path) -> None:
+    other = replace(FRESH, run="other", noise_multiplier=2.0)
+    path = written(tmp_path / "l", (FRESH, [0, 1, 2]), (other, [0, 1]), (FRESH, [3]))
+    tally = ledger.read(path, dataset="patients")
+    assert tally.events == {FRESH.event: 4, other.event: 2}
+    assert [(trial.run, count) for trial, count in tally.trials.items()] == [("fresh", 4), ("other", 2)]
+
+
+def test_a_fresh_step_done_again_counts_again_and_a_seeded_one_once(tmp_path: Path) -> None:
+    assert total(written(tmp_path / "fresh", (FRESH, [0, 1, 2]), (FRESH, [1, 2, 3]))) == 6
+    assert total(written(tmp_path / "seeded", (SEEDED, [0, 1, 2]), (SEEDED, [1, 2, 3]))) == 4
+    longer = replace(SEEDED, planned_steps=20)
+    assert total(written(tmp_path / "longer", (SEEDED, [0, 1, 2]), (longer, [1, 2, 3]))) == 4
+    stranger = replace(SEEDED, run="stranger")  # the same step of another run is another event
+    assert total(written(tmp_path / "two", (SEEDED, [0, 1]), (stranger, [0, 1]))) == 4
+
+
+def test_an_event_is_on_the_disk_when_spend_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[bytes] = []
+
+    def note(descriptor: int) -> None:
+        synced.append(os.pread(descriptor, 1 << 20, 0))
+
+    with Ledger(tmp_path / "l", dataset="patients", run="fresh") as book:
+        monkeypatch.setattr(ledger.os, "fsync", note)
+        for step in range(3):
+            book.spend(FRESH, step=step)
+            assert synced[-1] == (tmp_path / "l").read_bytes() and b'{"step": %d}' % step in synced[-1]
+
+
+@pytest.mark.parametrize("session", [FRESH, SEEDED])
+def test_a_line_cut_short_anywhere_is_counted(tmp_path: Path, session: Session) -> None:
+    path = written(tmp_path / "l", (session, [0, 1, 2]))
+    content = path.read_bytes()
+    last = content.rstrip(b"\n").rfind(b"\n") + 1
+    for end in range(last + 1, len(content)):
+        path.write_bytes(content[:end])
+        assert total(path) == 3
+        with Ledger(path, dataset="patients", run=session.run) as book:  # which completes the line
+            assert sum(book.tally.events.values()) == 3
+            book.spend(session, step=2)
+        assert total(path) == (3 if session.replayable else 4)
+
+
+def test_a_run_s_own_line_cut_short_counts_as_an_event_of_the_run_before(tmp_path: Path) -> None:
+    path = written(tmp_path / "l", (FRESH, [0]))
+    path.write_bytes(path.read_bytes() + b'{"run": "fre')
+    assert total(path) == 2
+    path = written(tmp_path / "s", (SEEDED, list(range(10))))
+    path.write_bytes(path.read_bytes() + b'{"run": "see')
+    assert total(path) == 10  # a seeded run has no step beyond its plan
+
+
+def test_the_maker_of_a_ledger_may_be_stopped_at_its_first_line(tmp_path: Path) -> None:
+    whole = written(tmp_path / "whole", (FRESH, [])).read_bytes()
+    for end in range(len(whole)):
+        (tmp_path / "l").write_bytes(whole[:end])
+        assert total(written(tmp_path / "l", (FRESH, [0]))) == 1
+
+
+def test_only_one_run_writes_at_a_time(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "l", dataset="patients"):
+        with pytest.raises(ValueError, match="is in use by another run"):
+            Ledger(tmp_path / "l", dataset="patients")
+        assert total(tmp_path / "l") == 0  # reading needs no lock
+    book = Ledger(tmp_path / "l", dataset="patients")
+    book.close()
+    book.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        book.spend(FRESH, step=0)
+    with (tmp_path / "l").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_another_dataset_s_ledger_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "l", (FRESH, [0]))
+    with pytest.raises(ValueError, match="is of the dataset 'patients', not of 'customers'"):
+        Ledger(path, dataset="customers")
+    with pytest.raises(ValueError, match=r"line 1 .* is damaged"):
+        (tmp_path / "letter").write_text("Dear Sir\n")
+        Ledger(tmp_path / "letter", dataset="patients")
+    assert (tmp_path / "letter").read_text() == "Dear Sir\n"
+
+
+def test_a_ledger_that_is_shorter_or_another_is_not_gone_on_with(tmp_path: Path) -> None:
+    with Ledger(written(tmp_path / "l", (FRESH, [0, 1])), dataset="patients") as book:
+        there = book.position
+        book.require(there)
+        book.spend(FRESH, step=2)
+        book.require(there)
+        with pytest.raises(ValueError, match="events are missing"):
+            book.require(replace(there, lines=there.lines + 3))
+        for wrong in (replace(there, digest="0" * 32), Position(lines=0, digest=there.digest)):
+            with pytest.raises(ValueError, match="is not the one"):
+                book.require(wrong)
+
+
+def test_a_full_disk_releases_nothing_and_loses_nothing(tmp_path: Path) -> None:
+    path = written(tmp_path / "l", (FRESH, [0, 1]))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Ledger(path, dataset="patients", run="fresh") as book:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+        try:
+            with pytest.raises(OSError, match=r"cannot be written \(File too large\)"):
+                book.spend(FRESH, step=2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with pytest.raises(RuntimeError, match="open it again"):  # nobody knows what is in the file now
+            book.spend(FRESH, step=2)
+    assert total(path) == 3
+    assert total(written(path, (FRESH, [2]))) == 4
+
+
+def test_a_thousand_mutations_never_make_it_say_less(tmp_path: Path) -> None:
+    other = replace(SEEDED, noise_multiplier=0.7, sample_rate=0.3)
+    path = written(tmp_path / "l", (FRESH, [0, 1, 2]), (other, [0, 1]), (FRESH, [3, 4]))
+    content, events = path.read_bytes(), ledger.read(path).events
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(1000):
+        mutated = bytearray(content)
+        for _ in range(chance.choice([1, 1, 1, 3])):
+            where = chance.randrange(len(mutated))
+            match chance.randrange(3):
+                case 0:
+                    mutated[where] ^= 1 << chance.randrange(8)
+                case 1:
+                    mutated[where:where] = bytes([chance.randrange(256)])
+                case _:
+                    del mutated[where]
+        path.write_bytes(mutated)
+        try:
+            found = ledger.read(path, dataset="patients").events
+        except ValueError as error:
+            assert "ledger" in str(error) and "\n" not in str(error)
+            refused += 1
+        else:
+            assert all(found[event] >= count for event, count in events.items())
+    assert 500 < refused < 1000
+
+
+def test_a_line_with_a_right_digest_and_wrong_numbers_is_refused(tmp_path: Path) -> None:
+    def forged(text: str) -> bytes:
+        header = ledger._line(ledger._header("patients"), "")
+        return header + ledger._line(text, header.decode().split()[-1])
+
+    good = ledger.json.dumps(asdict(FRESH))
+    (tmp_path / "l").write_bytes(forged(good))
+    assert total(tmp_path / "l") == 0
+    for wrong in (
+        good.replace("0.1", "1.1"),
+        good.replace("0.1", "NaN"),
+        good.replace("1.5", "-1.5"),
+        good.replace("1.5", "Infinity"),
+        good.replace("false", "0"),
+        good.replace("10", "1.5"),
+        good.replace("run", "ran"),
+        '{"step": 0}',
+        '{"step": -1}',
+        "[1]",
+        "{}",
+    ):
+        (tmp_path / "l").write_bytes(forged(wrong) + b'{"step": 0} x\n')
+        with pytest.raises(ValueError, match="line 2 of the ledger"):
+            ledger.read(tmp_path / "l")
+
+
+def spending(book: Ledger | None, event: Event, **options: object) -> Spending:
+    given = {"planned_steps": 20, "replayable": False, "delta": 1e-5, "target_epsilon": None, "ledger": book}
+    return Spending(event=event, **{**given, **options})  # type: ignore[arg-type]
+
+
+def test_the_guard_stops_before_the_step_that_would_pass_the_target() -> None:
+    event = Event(noise_multiplier=1.0, sample_rate=0.1)
+    target = accounting.epsilon(**asdict(event), steps=7, delta=1e-5)
+    guard = spending(None, event, target_epsilon=target)
+    step = 0
+    while guard.affords(step):
+        guard.spend(step)
+        step += 1
+    assert step == 7 and guard.epsilon() == target
+    replayed = spending(None, event, target_epsilon=target, replayable=True)
+    for step in (0, 1, 2, 1, 2, 3, 4, 5, 6):
+        assert replayed.affords(step)
+        replayed.spend(step)
+    assert replayed.affords(3) and not replayed.affords(7) and replayed.run_events == 7
+
+
+def test_the_filter_of_a_shared_ledger_is_the_sum_of_renyi_divergences(tmp_path: Path) -> None:
+    """Against dp-accounting itself, given all the events at once."""
+    import dp_accounting
+
+    event, before = Event(noise_multiplier=2.0, sample_rate=0.05), {FRESH.event: 3}
+    written(tmp_path / "l", (FRESH, [0, 1, 2]))
+
+    def reference(count: int) -> float:
+        found = dp_accounting.rdp.RdpAccountant()
+        for kind, number in [*before.items(), (event, count)]:
+            gaussian = dp_accounting.GaussianDpEvent(kind.noise_multiplier)
+            found.compose(dp_accounting.PoissonSampledDpEvent(kind.sample_rate, gaussian), number)
+        return float(found.get_epsilon(1e-5))
+
+    target = reference(11) * 1.0001
+    with Ledger(tmp_path / "l", dataset="patients") as book:
+        guard = spending(book, event, target_epsilon=target)
+        assert guard.adaptive
+        steps = Counter(guard.affords(step) and guard.spend(step) is None for step in range(20))
+        assert steps[True] == 11 and guard.epsilon() == pytest.approx(reference(11))
+
+
+def test_noise_is_calibrated_to_what_a_ledger_leaves() -> None:
+    spent = {FRESH.event: 30}
+    z = accounting.noise_multiplier(target_epsilon=6.0, target_delta=1e-5, sample_rate=0.05, steps=50, spent=spent)
+    both = {**spent, Event(noise_multiplier=z, sample_rate=0.05): 50}
+    assert 5.99 < accounting.composed_epsilon(both, delta=1e-5) <= 6.0
+    with pytest.raises(ValueError, match=r"target_epsilon=2\.0 is spent already"):
+        accounting.noise_multiplier(target_epsilon=2.0, target_delta=1e-5, sample_rate=0.05, steps=50, spent=spent)

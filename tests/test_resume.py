@@ -1,0 +1,221 @@
+"""Runs that are cut off and go on: the same bits with a seed, every event counted without, changes refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from pmlf import accounting, data, ledger, noise
+from pmlf.experiments import runner, tasks
+from pmlf.experiments.results import Unobserved
+from pmlf.experiments.spec import MethodOptions, RunSpec
+
+SPEC = RunSpec(
+    model="linear",
+    optimizer="adam",
+    lr=0.01,
+    ema=0.9,
+    options=MethodOptions(k=3, a=(-0.7, -0.2), b=(0.05, 0.05)),
+    steps=6,
+    batch_size=20,
+    noise_multiplier=1.0,
+    seed=0,
+)
+BUDGETED = replace(SPEC, noise_multiplier=None, epsilon=2.0, seed=None)
+
+
+class CutOff(BaseException):
+    """Ends a run as a power cut would: nothing is tidied up."""
+
+
+class StopAfter(Unobserved):
+    def __init__(self, step: int, error: BaseException) -> None:
+        self._step, self._error = step, error
+
+    def stepped(self, step: int, training_loss: float | None) -> None:
+        if step == self._step:
+            raise self._error
+
+
+class Refuse(Unobserved):
+    def started(self, spec: RunSpec, steps: int) -> None:
+        raise AssertionError("nothing is to be trained")
+
+
+def cut_off(spec: RunSpec, out: Path, *, after: int, checkpoint_every: int = 2, shared: Path | None = None) -> None:
+    with pytest.raises(CutOff):
+        observer = StopAfter(after, CutOff())
+        runner.run(spec, out, observer=observer, checkpoint_every=checkpoint_every, resume=True, ledger=shared)
+
+
+def weights(out: Path, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(out / name)
+
+
+def same(first: Path, second: Path) -> bool:
+    return all(
+        torch.equal(weights(first, name)[key], value)
+        for name in ("model.safetensors", "model-ema.safetensors")
+        for key, value in weights(second, name).items()
+    )
+
+
+def events(out: Path) -> int:
+    return sum(ledger.read(out / "ledger.jsonl").events.values())
+
+
+def certificate(out: Path) -> dict[str, object]:
+    document: dict[str, object] = json.loads((out / "certificate.json").read_text())
+    return document
+
+
+def test_a_seeded_run_cut_off_again_and_again_ends_in_the_same_bits(tmp_path: Path) -> None:
+    whole = runner.run(SPEC, tmp_path / "whole")
+    for after in (1, 3, 3, 5):  # the second and the third time in the same place
+        cut_off(SPEC, tmp_path / "cut", after=after)
+    pieces = runner.run(SPEC, tmp_path / "cut", resume=True)
+    assert same(tmp_path / "whole", tmp_path / "cut")
+    assert pieces.evaluations == whole.evaluations and pieces.epsilon == whole.epsilon
+    assert events(tmp_path / "cut") == 6  # what was done again was the same event
+    assert certificate(tmp_path / "cut")["reproducible_noise"]
+
+
+def test_an_interrupted_run_goes_on_and_spends_nothing_twice(tmp_path: Path) -> None:
+    interrupted = runner.run(BUDGETED, tmp_path / "run", observer=StopAfter(4, KeyboardInterrupt()))
+    assert interrupted.interrupted and events(tmp_path / "run") == 4
+    result = runner.run(BUDGETED, tmp_path / "run", resume=True)
+    assert (result.steps, result.interrupted, result.budget_spent) == (6, False, False)
+    assert events(tmp_path / "run") == 6 and result.epsilon <= 2.0
+
+
+def test_without_a_seed_lost_steps_are_charged_again_and_the_target_holds(tmp_path: Path) -> None:
+    cut_off(BUDGETED, tmp_path / "run", after=5, checkpoint_every=4)
+    result = runner.run(BUDGETED, tmp_path / "run", resume=True)
+    assert events(tmp_path / "run") == 6 and result.steps == 5 and result.budget_spent
+    assert result.epsilon <= 2.0
+    assert certificate(tmp_path / "run")["released_steps"] == 6
+
+
+def test_no_key_of_noise_or_sampler_is_in_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[bytes] = []
+    stream = noise.Stream.__init__
+
+    def noted(self: noise.Stream, key: bytes) -> None:
+        keys.append(key)
+        stream(self, key)
+
+    monkeypatch.setattr(noise.Stream, "__init__", noted)
+    cut_off(BUDGETED, tmp_path / "run", after=5)
+    assert len(keys) > 10
+    for path in (tmp_path / "run").iterdir():
+        content = path.read_bytes()
+        assert not any(key in content or key.hex().encode() in content for key in keys)
+
+
+def test_resume_starts_what_is_new_and_returns_what_is_finished(tmp_path: Path) -> None:
+    first = runner.run(SPEC, tmp_path / "run", resume=True)
+    again = runner.run(SPEC, tmp_path / "run", resume=True, observer=Refuse())
+    assert replace(again, seconds=0) == replace(first, seconds=0)
+    with pytest.raises(ValueError, match="exists already"):
+        runner.run(SPEC, tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
+
+
+def test_a_run_cut_off_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "spec.json").write_text(SPEC.resolved(12_000).to_json())
+    (out / "ledger.jsonl").write_text('{"ledger": 1, "data')
+    (out / ".checkpoint.safetensors.partial").write_bytes(b"half")
+    assert runner.run(SPEC, out, resume=True).steps == 6
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("precious")
+    with pytest.raises(ValueError, match="holds neither a finished run nor a checkpoint"):
+        runner.run(SPEC, tmp_path / "other", resume=True)
+    assert (tmp_path / "other" / "thesis.tex").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lr": 0.5}, "--lr was 0.01"),
+        ({"seed": 1}, "--seed was 0"),
+        ({"batch_size": 30}, "--batch-size was 20"),
+        ({"max_physical_batch_size": 8}, "--max-physical-batch-size was 256"),
+        ({"options": MethodOptions(k=2)}, "--k was 3"),
+        ({"noise_multiplier": 2.0}, "--noise-multiplier was 1.0"),
+        ({"steps": 12}, "no target epsilon"),
+    ],
+)
+def test_a_changed_setting_is_refused_by_name(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    cut_off(SPEC, tmp_path / "run", after=1)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(ValueError, match=said):
+        runner.run(replace(SPEC, **change), tmp_path / "run", resume=True)  # type: ignore[arg-type]
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_changed_records_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_off(SPEC, tmp_path / "run", after=1)
+    changed = data.load()
+    changed.train.images[7, 0, 3, 3] += 1
+    monkeypatch.setattr(tasks, "_load", lambda *_: changed)
+    with pytest.raises(ValueError, match="the training records are not those that the run began with"):
+        runner.run(SPEC, tmp_path / "run", resume=True)
+
+
+def test_the_digest_of_the_records_stays_in_the_checkpoint(tmp_path: Path) -> None:
+    cut_off(SPEC, tmp_path / "run", after=1)
+    keyed = [path.name for path in (tmp_path / "run").iterdir() if b"records_digest" in path.read_bytes()]
+    assert keyed == ["checkpoint.safetensors"]
+    runner.run(SPEC, tmp_path / "run", resume=True)
+    assert not any(b"records_digest" in path.read_bytes() for path in (tmp_path / "run").iterdir())
+
+
+def test_a_ledger_that_lost_events_or_is_another_s_is_refused(tmp_path: Path) -> None:
+    cut_off(SPEC, tmp_path / "run", after=4)
+    path = tmp_path / "run" / "ledger.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:3]))
+    with pytest.raises(ValueError, match="has 3 lines where the saved state saw 4: events are missing"):
+        runner.run(SPEC, tmp_path / "run", resume=True)
+    path.unlink()
+    with pytest.raises(ValueError, match="events are missing"):
+        runner.run(SPEC, tmp_path / "run", resume=True)
+    cut_off(SPEC, tmp_path / "other", after=4)
+    path.write_bytes((tmp_path / "other" / "ledger.jsonl").read_bytes())
+    with pytest.raises(ValueError, match="is not the one that the saved state was written with"):
+        runner.run(SPEC, tmp_path / "run", resume=True)
+
+
+def test_a_longer_plan_is_held_to_the_target_by_an_rdp_filter(tmp_path: Path) -> None:
+    spec = replace(BUDGETED, steps=40, batch_size=600, max_physical_batch_size=700)
+    cut_off(spec, tmp_path / "run", after=10, checkpoint_every=1)
+    result = runner.run(replace(spec, steps=80), tmp_path / "run", resume=True)
+    assert 10 < result.steps < 40 and result.budget_spent and result.planned_steps == 80
+    spent = ledger.read(tmp_path / "run" / "ledger.jsonl").events
+    (event,) = spent
+    assert result.epsilon == accounting.composed_epsilon(spent, delta=1e-5) <= 2.0
+    assert accounting.composed_epsilon({event: spent[event] + 1}, delta=1e-5) > 2.0
+    cut_off(spec, tmp_path / "late", after=38, checkpoint_every=1)
+    with pytest.raises(ValueError, match="no room for another step"):
+        runner.run(replace(spec, steps=80), tmp_path / "late", resume=True)
+    assert runner.run(spec, tmp_path / "late", resume=True).steps == 39  # one step was lost
+
+
+def test_runs_that_share_a_ledger_share_a_budget(tmp_path: Path) -> None:
+    shared = tmp_path / "fashion.ledger"
+    first = runner.run(replace(BUDGETED, epsilon=1.0), tmp_path / "first", ledger=shared)
+    second = runner.run(replace(BUDGETED, epsilon=3.0), tmp_path / "second", ledger=shared)
+    assert not (tmp_path / "second" / "ledger.jsonl").exists()
+    assert first.epsilon <= 1.0 < second.epsilon <= 3.0 and second.steps == 6
+    assert second.epsilon == accounting.composed_epsilon(ledger.read(shared).events, delta=1e-5)
+    before = shared.read_bytes()
+    with pytest.raises(ValueError, match=r"target_epsilon=2\.0 is spent already"):
+        runner.run(replace(BUDGETED, epsilon=2.0), tmp_path / "third", ledger=shared)
+    assert not (tmp_path / "third").exists() and shared.read_bytes() == before
