@@ -401,3 +401,8 @@ def test_filter_designs(call: Call, tmp_path: Path, design: list[object]) -> Non
 def test_filter_refuses_in_one_line(call: Call, options: list[object], said: str) -> None:
     code, out, err = call("filter", *options)
     assert code == 2 and out == "" and said in err and err.count("\n") == 1
+
+
+def test_a_check_on_private_records_is_for_a_terminal_alone(call: Call, tmp_path: Path) -> None:
+    code, out, err = call("train", *QUICK, "--check-on-data", "--out", tmp_path / "run")
+    assert code == 2 and out == "" and "run it on a terminal" in err and not (tmp_path / "run").exists()

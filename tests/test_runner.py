@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
 from pmlf import data, models, training
-from pmlf.experiments import runner
+from pmlf.experiments import checking, runner, tasks
 from pmlf.experiments.results import Evaluation, Unobserved
 from pmlf.experiments.spec import MethodOptions, RunSpec, Setting, comparison, default_delta
 
@@ -269,3 +270,27 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="device='abacus'"):
         runner.run(quick(device="abacus"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_is_checked_on_synthetic_inputs_and_on_records_only_for_whoever_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Tensor] = []
+    check = checking.check
+
+    def watched(model: Any, loss_fn: Any, batch: Any, **options: Any) -> Any:
+        seen.append(batch[0])
+        return check(model, loss_fn, batch, **options)
+
+    monkeypatch.setattr(checking, "check", watched)
+    runner.run(quick(), tmp_path / "plain")
+    shown: list[Any] = []
+    runner.run(quick(), tmp_path / "shown", show_check=shown.append)
+    records = tasks.prepare(quick()).train
+    real = torch.stack([torch.as_tensor(records[i][0]) for i in range(4)])
+    assert [torch.equal(batch.reshape(real.shape), real) for batch in seen] == [False, False, True]
+    assert len(shown) == 1 and shown[0].samples == 4
+    assert same(tmp_path / "plain", tmp_path / "shown")  # and training is not touched by it
+    assert sorted(p.name for p in (tmp_path / "shown").iterdir()) == sorted(
+        p.name for p in (tmp_path / "plain").iterdir()
+    )

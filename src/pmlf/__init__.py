@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pmlf import accounting, audit, filters, methods, sampling, theory
     from pmlf.fixes import fix_model
+    from pmlf.inspection import check
     from pmlf.step import Augmentation, PrivateStep
     from pmlf.training import PrivateRun, evaluate, make_private
-    from pmlf.validation import check
 
 __all__ = [
     "Augmentation",
@@ -31,7 +31,7 @@ _HOMES = {
     "Augmentation": "pmlf.step",
     "PrivateRun": "pmlf.training",
     "PrivateStep": "pmlf.step",
-    "check": "pmlf.validation",
+    "check": "pmlf.inspection",
     "evaluate": "pmlf.training",
     "fix_model": "pmlf.fixes",
     "make_private": "pmlf.training",

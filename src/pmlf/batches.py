@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pmlf.noise import Stream
+
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
     """Every tensor in a batch, in order."""
@@ -48,6 +50,40 @@ def batch_size(batch: Any) -> int:
 def select(batch: Any, chosen: slice) -> Any:
     """Some of a batch's samples, as a batch of the same form; lists without tensors count as one value a sample."""
     return _mapped(batch, lambda tensor: tensor[chosen], lambda values: values[chosen])
+
+
+def without(batch: Any, index: int) -> Any:
+    """The batch less one of its samples.
+
+    >>> without((torch.arange(3), ["a", "b", "c"]), 1)
+    (tensor([0, 2]), ['a', 'c'])
+    """
+    return _mapped(
+        batch,
+        lambda tensor: torch.cat([tensor[:index], tensor[index + 1 :]]),
+        lambda values: values[:index] + values[index + 1 :],
+    )
+
+
+def synthetic(batch: Any, stream: Stream) -> Any:
+    """A batch of the same form, shapes and dtypes without anything of its values.
+
+    Normal numbers; whole numbers 0 or 1, which are classes, tokens or a mask alike, 1 first in every row so that no
+    row is masked out; bytes 0 to 255.
+    """
+    generator = torch.Generator().manual_seed(stream.seed())
+
+    def made(like: Tensor) -> Tensor:
+        if like.is_floating_point():
+            return torch.randn(like.shape, generator=generator).to(like)
+        if like.dtype == torch.uint8:
+            return torch.randint(256, like.shape, generator=generator).to(like)
+        values = torch.randint(2, like.shape, generator=generator)
+        if values.ndim > 1:
+            values[:, 0] = 1
+        return values.to(like)
+
+    return _mapped(batch, made, lambda values: values)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import register_module_forward_hook
 
-from pmlf.batches import batch_size, select, to_dtype
+from pmlf.batches import batch_size, select, tensors_of, to_dtype
 from pmlf.capture import LossFunction, Plan, capture, per_sample_loss
 from pmlf.factors import Factors
 from pmlf.gradients import SumBuffers, Workspace, squared_norms
-from pmlf.methods import Method, resolve
 from pmlf.momentum import SampleMomentum, clip_factors
 from pmlf.noise import SeededRandomness, torch_seeded
 
@@ -54,32 +54,6 @@ def _unsafe(module: nn.Module) -> str | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """What `check` verified; it raises where something does not hold."""
-
-    samples: int
-    parameters: int
-    points: int
-
-
-def check(
-    model: nn.Module, loss_fn: LossFunction, batch: Any, *, method: Method | str = "dp-pmlf", clip_norm: float = 1.0
-) -> Checked:
-    """Verify a model and its loss on a small batch, in eval mode, changing neither; raise ValueError naming what fails.
-
-    Verified: every layer can be private; `loss_fn` gives one loss a sample; a sample's gradient does not depend on the
-    others; norms and clipped sum from the layers' factors agree with plain autograd, one sample at a time.
-    The error never quotes values computed from the batch.
-    """
-    refuse_unsafe_model(model)
-    points = resolve(method).points
-    weights = [point.weight for point in points.at(points.depth)]
-    plan = Plan.of(model)
-    check_samples(model, plan, loss_fn, batch, clip_norm, weights)
-    return Checked(samples=batch_size(batch), parameters=len(plan.parameters), points=len(weights))
-
-
 def check_samples(
     model: nn.Module,
     plan: Plan,
@@ -88,32 +62,68 @@ def check_samples(
     clip_norm: float,
     weights: Sequence[float] = (1.0,),
 ) -> None:
-    """Compare norm and clipped sum with plain autograd, one sample at a time, on all samples of a small batch."""
-    with _as_in_evaluation(model):
+    """Compare norm and clipped sum with plain autograd, one sample at a time, on all samples of a small batch.
+
+    Dropout is off. A model that is otherwise the same in training and in eval mode is looked at in eval mode alone.
+    """
+    for training in modes_to_check(model, loss_fn, batch):
+        _check_samples(model, plan, loss_fn, batch, clip_norm, weights, training)
+
+
+def modes_to_check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[bool, ...]:
+    """(False,) for eval mode; also True where training mode computes something else, and the same each time.
+
+    Samples may be mixed in training mode only, as BatchNorm does. Randomness other than by dropout layers hides that:
+    a model with such a part is looked at in eval mode alone.
+    """
+
+    def losses(training: bool, seed: int) -> Tensor:
+        with undisturbed(model, training=training, seed=seed):
+            parts = list(tensors_of(loss_fn(model, batch)))
+            return torch.cat([part.detach().flatten().double().cpu() for part in parts]) if parts else torch.zeros(0)
+
+    if not model.training:
+        return (False,)
+    evaluated, trained, again = losses(False, 0), losses(True, 0), losses(True, 1)
+    if torch.equal(evaluated, trained) or not torch.equal(trained, again):
+        return (False,)
+    return (False, True)
+
+
+def _check_samples(
+    model: nn.Module,
+    plan: Plan,
+    loss_fn: LossFunction,
+    batch: Any,
+    clip_norm: float,
+    weights: Sequence[float],
+    training: bool,
+) -> None:
+    with undisturbed(model, training=training):
         if _disagreement(model, plan, loss_fn, batch, clip_norm, weights) is None:
             return
     # Rounding may put an activation on the other side of a kink (ReLU, max-pool), which is not a fault of the model:
     # only what remains in float64 is.
     exact = copy.deepcopy(model).double()
     batch = to_dtype(batch, torch.float64)
-    with _as_in_evaluation(exact):
+    with undisturbed(exact, training=training):
         try:
             wrong = _disagreement(exact, plan, loss_fn, batch, clip_norm, weights)
         except RuntimeError:  # a loss that cannot be taken in float64
             exact, wrong = model, next(iter(plan.parameters))
         if wrong is None:
             return
-        singles = _singles(batch)
-        alone = [_disagreement(exact, plan, loss_fn, single, clip_norm, weights) for single in singles]
-    if len(singles) > 1 and not any(alone):
+        alone = [_disagreement(exact, plan, loss_fn, single, clip_norm, weights) for single in singles(batch)]
+    where = "randomness in training mode" if training else "randomness in eval mode"
+    if len(alone) > 1 and not any(alone):
         raise ValueError(
             f"a sample's gradient depends on the other samples of its batch (seen at parameter {wrong!r}): look for an "
-            "operation across axis 0, a layer that puts the batch second (batch_first), or randomness in eval mode"
+            f"operation across axis 0, a layer that puts the batch second (batch_first), or {where}"
         )
     raise ValueError(
         f"the gradient of parameter {wrong!r} does not come through its own layer's forward pass: look for a penalty "
         "on weights inside loss_fn (use the optimizer's weight_decay), a weight used outside its layer "
-        "(F.linear(x, other.weight)), or randomness in eval mode"
+        f"(F.linear(x, other.weight)), or {where}"
     )
 
 
@@ -138,11 +148,11 @@ def _disagreement(
     weights: Sequence[float],
 ) -> str | None:
     """The parameter where factors and plain autograd, one sample at a time, differ most; None where they agree."""
-    sums = SumBuffers().other_than(None, _trained(model))
+    sums = SumBuffers().other_than(None, trained(model))
     with _half_precision_seen() as half:
-        norms, spread = _from_factors(model, plan, loss_fn, batch, clip_norm, sums, weights)
+        norms, spread = clipped_sum(model, plan, loss_fn, batch, clip_norm, sums, weights)
         references = [
-            _subtract_single(model, loss_fn, single, clip_norm, sums, sum(weights)) for single in _singles(batch)
+            subtract_plain(model, loss_fn, single, clip_norm, sums, sum(weights)) for single in singles(batch)
         ]
     tolerance = _HALF_PRECISION if half else _FULL_PRECISION
     expected = torch.tensor(references, dtype=torch.float64)
@@ -158,7 +168,7 @@ def _disagreement(
     return None if same and norms_agree and sums_agree else worst
 
 
-def _from_factors(
+def clipped_sum(
     model: nn.Module,
     plan: Plan,
     loss_fn: LossFunction,
@@ -172,7 +182,7 @@ def _from_factors(
     momentum = SampleMomentum(plan, samples, len(weights), Workspace())
     spread = torch.zeros(samples, dtype=torch.float64)
     for weight in weights:
-        for name, contribution in capture(model, plan, _trained(model), loss_fn, batch, samples, weight):
+        for name, contribution in capture(model, plan, trained(model), loss_fn, batch, samples, weight):
             if isinstance(contribution, Factors):
                 spread += contribution.spread(slice(0, samples)).cpu()
             momentum.add(name, contribution)
@@ -181,7 +191,7 @@ def _from_factors(
     return norms, spread
 
 
-def _subtract_single(
+def subtract_plain(
     model: nn.Module, loss_fn: LossFunction, single: Any, clip_norm: float, sums: dict[str, Tensor], weight: float
 ) -> float:
     """Take one sample's clipped gradient, by plain autograd, away from the sum; return its norm.
@@ -200,26 +210,37 @@ def _subtract_single(
     return float(norm)
 
 
-def _singles(batch: Any) -> list[Any]:
+def singles(batch: Any) -> list[Any]:
     return [select(batch, slice(i, i + 1)) for i in range(batch_size(batch))]
 
 
-def _trained(model: nn.Module) -> dict[str, Tensor]:
+def trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 @contextmanager
-def _as_in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Eval mode (no dropout), gradients on, and everything as it was afterwards."""
+def undisturbed(model: nn.Module, *, training: bool, seed: int = 0) -> Iterator[None]:
+    """Eval mode, or as in training without dropout; gradients on. Modes, buffers and generators are put back."""
     device = next(model.parameters()).device
     modes = {module: module.training for module in model.modules()}
-    model.eval()
+    buffers = [
+        (module, name, buffer, buffer._version, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    for module in modes:
+        module.training = training and modes[module] and not isinstance(module, _DropoutNd)
     try:
-        with torch.enable_grad(), torch_seeded(SeededRandomness(0).stream("check"), device):
+        with torch.enable_grad(), torch_seeded(SeededRandomness(seed).stream("check"), device):
             yield
     finally:
         for module, mode in modes.items():
             module.training = mode
+        for module, name, buffer, version, saved in buffers:
+            module._buffers[name] = buffer
+            if buffer._version != version:
+                buffer.data.copy_(saved)
 
 
 @contextmanager

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sys
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
@@ -15,6 +17,9 @@ from pmlf.commands.common import Command, check_plot, say
 from pmlf.experiments import display
 from pmlf.experiments.results import SENSITIVE_NOTE, RunResult, comparison_json, rate_note
 from pmlf.experiments.spec import RunSpec, Setting, comparison, shown_default
+
+if TYPE_CHECKING:  # torch behind it takes seconds to import
+    from pmlf.inspection import Checked
 
 _Setting = Annotated[Setting, tyro.conf.arg(name="")]  # its options stand among the command's own
 
@@ -73,12 +78,23 @@ class Train(TrainingCommand):
     """Ledger that runs on this dataset share, made if it is not there. Every step is written to it before it is
     released, and --epsilon is then for all of its runs together, by an RDP filter."""
 
+    check_on_data: bool = False
+    """Before training, show what `pmlf.check` measures on the first training records: sensitivity, independence,
+    agreement with autograd, cost of every layer. It is sensitive: for a terminal alone, and written nowhere.
+    Without it the model is checked too, silently, on synthetic inputs of the same shapes."""
+
     def execute(self) -> int:
         from pmlf.experiments import runner
 
+        if self.check_on_data and not sys.stderr.isatty():
+            raise ValueError(
+                "--check-on-data shows numbers computed from private records: run it on a terminal, not into a file or "
+                "a pipe"
+            )
         self.warn()
         spec, out = self._continued(self.resume) if self.resume else self._new()
-        with display.train_progress(Console(stderr=True)) as observer:
+        console = Console(stderr=True)
+        with display.train_progress(console) as observer:
             result = runner.run(
                 spec,
                 out,
@@ -88,6 +104,7 @@ class Train(TrainingCommand):
                 resume=self.resume is not None,
                 ledger=self.ledger,
                 checkpoint_every=self.checkpoint_every,
+                show_check=partial(_print_check, console) if self.check_on_data else None,
             )
         self.show(result.to_json(), display.run_summary(result))
         return _ended(result)
@@ -151,6 +168,10 @@ class Compare(TrainingCommand):
             display.facts([("written to", str(out)), ("picture", str(plot))]),
         )
         return _ended(results[-1])
+
+
+def _print_check(console: Console, report: Checked) -> None:
+    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
 
 
 def _ended(result: RunResult) -> int:

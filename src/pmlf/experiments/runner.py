@@ -6,7 +6,7 @@ Nothing is printed here: an `Observer` is told. Nothing sensitive is told or wri
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from pmlf.arguments import require_count
 from pmlf.experiments import tasks
+from pmlf.experiments.checking import check_model
 from pmlf.experiments.folder import RunFolder, continued
 from pmlf.experiments.progress import Progress
 from pmlf.experiments.results import Evaluation, Observer, RunResult, Unobserved, comparison_json
@@ -25,6 +26,7 @@ from pmlf.experiments.signals import noted_signals
 from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.tasks import Task
 from pmlf.files import write_json
+from pmlf.inspection import Checked
 from pmlf.ledger import Ledger
 from pmlf.sampling import LogicalBatch
 from pmlf.training import PrivateRun, evaluate, make_private
@@ -42,11 +44,14 @@ def run(
     resume: bool = False,
     ledger: Path | None = None,
     checkpoint_every: int | None = None,
+    show_check: Callable[[Checked], None] | None = None,
 ) -> RunResult:
     """Train as `spec` says, evaluate once an epoch, and leave the results in the new folder `out`.
 
-    What cannot be trained leaves no folder. SIGINT and SIGTERM (and a KeyboardInterrupt from the observer) end the run
-    when the step that runs is over, with all that was released and a checkpoint in the folder.
+    What cannot be trained leaves no folder; `pmlf.check` looks for it on synthetic inputs first. `show_check` is given
+    what it measures on the first records as well: sensitive, and written nowhere. SIGINT and SIGTERM (and a
+    KeyboardInterrupt from the observer) end the run when the step that runs is over, with all that was released and a
+    checkpoint in the folder.
 
     With `resume` a folder that exists is gone on with where its run was cut off, and the stored result of a finished
     run is returned; the spec must be the run's own, and may ask for more epochs or steps. `ledger` is a file that runs
@@ -82,6 +87,7 @@ def run(
         with progress.same_threads(), Ledger(progress.ledger, dataset=spec.dataset, run=progress.run) as book:
             losses = _LossMeter() if show_sensitive else None
             private = _prepare(spec, task, losses, book)
+            check_model(private.model, task, spec, show_check)
             if saved is not None:
                 _restore(private, saved["run"])
                 folder.go_on(spec)
