@@ -9,7 +9,7 @@ import torch
 from opacus import GradSampleModule
 from torch import Tensor, nn
 
-from pmlf import PrivateStep, factors, gradients
+from pmlf import PrivateStep, choice, factors, gradients
 from pmlf.layers import rule_for
 from zoo import CASES, classify, make
 
@@ -63,16 +63,17 @@ def _keep_released(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FORMS = {
-    "held": {"held": True, "gram": True},
-    "gram": {"held": False, "gram": True},
-    "formed-and-dropped": {"held": False, "gram": False},
+    "held-at-once": {"at_once": True, "late": False, "gram": True},
+    "held-late": {"at_once": False, "late": True, "gram": True},
+    "gram": {"at_once": False, "late": False, "gram": True},
+    "formed-and-dropped": {"at_once": False, "late": False, "gram": False},
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["cnn5", "tied", "convolutions", "unusual", "gpt2"])
 def test_all_memory_forms_give_the_same_sum(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held gradients, Gram matrices, and gradients formed a few samples at a time and dropped."""
+    """Gradients held from the start or formed late, Gram matrices, gradients formed for their norm and dropped."""
 
     def released() -> list[Tensor]:
         model = make(name)
@@ -83,9 +84,10 @@ def test_all_memory_forms_give_the_same_sum(name: str, form: str, monkeypatch: p
         return [step_gradient(p) for p in step.trained]
 
     expected = released()
-    choice = FORMS[form]
-    monkeypatch.setattr(gradients.Workspace, "holds", lambda self, name, uses, points: choice["held"])
-    monkeypatch.setattr(gradients, "prefers_gram", lambda uses: choice["gram"])
+    chosen = FORMS[form]
+    monkeypatch.setattr(choice, "holds_at_once", lambda use, points: chosen["at_once"])
+    monkeypatch.setattr(choice, "held_late", lambda kept, samples: (list(kept) if chosen["late"] else [], 2))
+    monkeypatch.setattr(choice, "prefers_gram", lambda uses: chosen["gram"])
     monkeypatch.setattr(factors, "CHUNK_BYTES", 1)  # one sample at a time
     for ours, reference in zip(released(), expected, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)

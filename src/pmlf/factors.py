@@ -40,6 +40,21 @@ class Factors(ABC):
     def gram_operations(self) -> int:
         """Multiplications of one sample's inner products with one other use."""
 
+    @property
+    def form_operations(self) -> int:
+        """Multiplications that form one sample's gradient."""
+        return self.tokens * self.size
+
+    @property
+    def form_touches(self) -> int:
+        """Numbers written and read where a gradient is formed and its norm taken."""
+        return 2 * self.size
+
+    @property
+    def stored(self) -> int:
+        """Numbers of one sample kept in memory."""
+        return self.tokens * (self.rows + self.cols)
+
     @abstractmethod
     def sides(self, chosen: slice) -> tuple[Tensor, Tensor]:
         """(left, right) of some samples: (n, groups, tokens, rows), or row indices (n, 1, tokens); and
@@ -65,10 +80,11 @@ class Factors(ABC):
         """A gradient in the order of `form`, (size,), as a tensor of the parameter's shape."""
         return flat.view(shape)
 
-    def blocks(self, bytes_each: int) -> Iterator[slice]:
-        """Slices of the samples whose work memory stays near the cache."""
+    def blocks(self, bytes_each: int, chosen: slice | None = None) -> Iterator[slice]:
+        """Slices of the samples, or of some of them, whose work memory stays near the cache."""
+        first, last = (0, self.samples) if chosen is None else (chosen.start, chosen.stop)
         step = max(1, CHUNK_BYTES // max(1, bytes_each))
-        return (slice(start, min(start + step, self.samples)) for start in range(0, self.samples, step))
+        return (slice(start, min(start + step, last)) for start in range(first, last, step))
 
     def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
         """Write, or add, the gradients of some samples into out (n, size)."""
@@ -173,6 +189,18 @@ class Lookup(Factors):
     def gram_operations(self) -> int:
         return self.tokens * self.tokens * self.cols
 
+    @property
+    def form_operations(self) -> int:
+        return self.tokens * self.cols
+
+    @property
+    def form_touches(self) -> int:
+        return 3 * self.size  # made zero first
+
+    @property
+    def stored(self) -> int:
+        return self.tokens * self.cols
+
     def sides(self, chosen: slice) -> tuple[Tensor, Tensor]:
         return self.index[chosen].unsqueeze(1), self.right[chosen].unsqueeze(1)
 
@@ -223,6 +251,14 @@ class Patches(Factors):
             return self.groups * self.tokens * self.tokens * (self.rows + self.cols)
         pixels = torch.Size(window.space).numel()
         return self.tokens * self.tokens * self.rows + pixels * pixels * self.input.shape[1]
+
+    @property
+    def form_touches(self) -> int:
+        return 2 * self.size + 2 * self.groups * self.tokens * self.cols  # patches are written out
+
+    @property
+    def stored(self) -> int:
+        return self._windows * (self.input[0].numel() + self.grad[0].numel())
 
     def sides(self, chosen: slice) -> tuple[Tensor, Tensor]:
         patches = self._pixels(chosen)  # (m, *space, channels)

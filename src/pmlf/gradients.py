@@ -2,7 +2,7 @@
 
     norm^2 = sum over token pairs of <left_t, left_s> <right_t, right_s>,   clipped sum = one product with scaled rows,
 
-so no per-sample gradient need be formed. Where forming it is cheaper it is held, and points add up in place.
+so no per-sample gradient need be formed. Where forming it is cheaper (`choice`) it is held, and points add up in place.
 
 **Norms are never understated.** The Gram form is a difference of large terms, so it is computed in float64; its
 rounding, at most (rows + cols + tokens) * 2^-53 * spread^2 with spread = sum_t |left_t| |right_t|, is added to norm^2.
@@ -19,43 +19,29 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pmlf import choice
 from pmlf.factors import Factors, blank, wide_dtype
 
-_WIDE_COST = 2  # a float64 multiplication against a float32 one
 _NORM_BLOCK = 1024  # float32 sums of squares run over this many numbers, float64 over the blocks
 
 
 class Workspace:
-    """Memory that held gradients may take together, kept from one micro-batch to the next (fresh pages are slow)."""
+    """Memory for held gradients and scratch, kept from one micro-batch to the next (fresh pages are slow)."""
 
-    def __init__(self, limit_bytes: int = 1 << 29) -> None:
-        self._limit = limit_bytes
+    def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self._taken: dict[str, int] = {}
 
     def __deepcopy__(self, memo: object) -> Workspace:
-        return Workspace(self._limit)  # what is in it is sensitive, and nobody's
-
-    def start(self) -> None:
-        """A new micro-batch: all memory is free again."""
-        self._taken = {}
+        return Workspace()  # what is in it is sensitive, and nobody's
 
     def scratch(self, like: Tensor) -> Tensor:
         """Uninitialised memory like a tensor, until the next call."""
         return self._kept("", like, like.numel()).as_strided(like.shape, _dense_strides(like))
 
-    def holds(self, name: str, factors: Factors, points: int) -> bool:
-        """Whether to hold this parameter's gradients: forming them is cheaper, and there is memory."""
-        needed = factors.samples * factors.size * 4
-        if prefers_gram([factors] * points) or needed + sum(self._taken.values()) > self._limit:
-            return False
-        self._taken[name] = needed
-        return True
-
-    def buffer(self, name: str, factors: Factors) -> Tensor:
-        """(samples, size), uninitialised."""
+    def buffer(self, name: str, factors: Factors, samples: int) -> Tensor:
+        """(samples, size), uninitialised, for the gradients of the parameter `name`."""
         right = factors.sides(slice(0, 1))[1]
-        return self._kept(name, right, factors.samples * factors.size).view(factors.samples, factors.size)
+        return self._kept(name, right, samples * factors.size).view(samples, factors.size)
 
     def _kept(self, name: str, like: Tensor, needed: int) -> Tensor:
         kept = self._buffers.get(name)
@@ -109,8 +95,14 @@ class ParameterGradient:
         self._name = name
         self._workspace = workspace
         self._held: Tensor | None = None  # (samples, size)
+        self._total: Tensor | None = None  # (size,): clipped sum of the slices formed late
         self._like: Factors | None = None  # whose order the held gradients are in; None: the parameter's own
         self._factors: list[Factors] = []
+
+    @property
+    def factors(self) -> Sequence[Factors]:
+        """What was not formed yet."""
+        return self._factors
 
     def add_formed(self, gradient: Tensor) -> None:
         """Add per-sample gradients (samples, *shape), which are taken over."""
@@ -121,8 +113,8 @@ class ParameterGradient:
             self._held += gradient.flatten(1)
 
     def add(self, factors: Factors, points: int) -> None:
-        """Add one use, formed or kept as factors, whichever is cheaper for `points` times its tokens."""
-        if self._held is None and (self._factors or not self._workspace.holds(self._name, factors, points)):
+        """Add one use, formed or kept as factors, whichever is better for `points` times its tokens."""
+        if self._held is None and (self._factors or not choice.holds_at_once(factors, points)):
             merged = self._factors[-1].merged(factors) if self._factors else None
             if merged is None:
                 self._factors.append(factors)
@@ -131,15 +123,29 @@ class ParameterGradient:
             return
         add = self._held is not None
         if self._held is None:
-            self._held, self._like = self._workspace.buffer(self._name, factors), factors
-        for chosen in factors.blocks(4 * factors.groups * factors.tokens * (factors.rows + factors.cols)):
-            factors.form(chosen, self._held[chosen], add=add)
+            self._held, self._like = self._workspace.buffer(self._name, factors, factors.samples), factors
+        _form(factors, slice(0, factors.samples), self._held, add=add)
 
     def norms(self) -> tuple[Tensor, Tensor]:
         """(norm^2, slack) of every sample, float64, norm^2 never below the true one and slack as said above."""
         if self._held is not None:
             return squared_norms(self._held), torch.zeros(len(self._held), device=self._held.device)
         return factored_norms(self._factors)
+
+    def formed(self, chosen: slice) -> Tensor:
+        """The gradients of some samples, (n, size), until the next call; for `add_clipped`."""
+        self._like = self._factors[0]
+        part = self._workspace.buffer(self._name, self._like, chosen.stop - chosen.start)
+        for index, factors in enumerate(self._factors):
+            _form(factors, chosen, part, add=index > 0)
+        return part
+
+    def add_clipped(self, part: Tensor, scale: Tensor) -> None:
+        """Take up the clipped sum of some samples: scale_i is 0 for one that is refused, whatever is in its row."""
+        part = part.masked_fill_((scale == 0.0).unsqueeze(1), 0.0) if bool((scale == 0.0).any()) else part
+        if self._total is None:
+            self._total = part.new_zeros(part.shape[1])
+        self._total.addmv_(part.mT, scale.to(part.dtype))
 
     def without(self, refused: Tensor) -> None:
         """Blank out the samples marked in `refused`."""
@@ -149,13 +155,22 @@ class ParameterGradient:
 
     def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool) -> None:
         """out = sum_i scale_i * gradient_i, or out += it; then forget the gradients, to make room."""
+        total = self._total
         if self._held is not None:
             total = scale.to(self._held.dtype) @ self._held
+        if total is not None:
             arranged = total.view(out.shape) if self._like is None else self._like.arranged(total, out.shape)
             out.add_(arranged) if add else out.copy_(arranged)
-        for index, factors in enumerate(self._factors):
-            factors.write_clipped_sum(scale, out, add=add or index > 0, scratch=self._workspace.scratch)
-        self._held, self._factors = None, []  # served
+        else:
+            for index, factors in enumerate(self._factors):
+                factors.write_clipped_sum(scale, out, add=add or index > 0, scratch=self._workspace.scratch)
+        self._held, self._total, self._factors = None, None, []  # served
+
+
+def _form(factors: Factors, chosen: slice, out: Tensor, *, add: bool) -> None:
+    """Write, or add, the gradients of some samples into out (n, size), in blocks near the cache."""
+    for block in factors.blocks(4 * factors.groups * factors.tokens * (factors.rows + factors.cols), chosen):
+        factors.form(block, out[block.start - chosen.start : block.stop - chosen.start], add=add)
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
@@ -174,17 +189,10 @@ def squared_norms(gradients: Tensor) -> Tensor:
     return total
 
 
-def prefers_gram(uses: Sequence[Factors]) -> bool:
-    """Whether float64 inner products cost less than forming the gradients."""
-    pairs = len(uses) * (len(uses) + 1) // 2
-    gram = pairs * _WIDE_COST * max(use.gram_operations for use in uses)
-    return gram < sum(use.tokens for use in uses) * uses[0].size
-
-
 def factored_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor]:
     """(norm^2, slack) of gradients given by factors, by Gram matrices or, where those are larger, by forming and
     dropping the gradient a few samples at a time."""
-    first, tokens, by_gram = uses[0], sum(use.tokens for use in uses), prefers_gram(uses)
+    first, tokens, by_gram = uses[0], sum(use.tokens for use in uses), choice.prefers_gram(uses)
     if tokens == 1 and first.groups == 1:  # nothing can cancel: |left|^2 |right|^2
         left, right = first.sides(slice(0, first.samples))
         squared = squared_norms(right.flatten(1))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from pmlf import choice
 from pmlf.capture import LossFunction, Plan, capture
 from pmlf.factors import Factors
-from pmlf.gradients import ParameterGradient, Workspace
+from pmlf.gradients import ParameterGradient, Workspace, squared_norms
 from pmlf.layers import Contribution
 
 Clipping = Literal["flat", "automatic"]
@@ -39,7 +40,6 @@ class SampleMomentum:
         self._plan = plan
         self._samples = samples
         self._points = points
-        workspace.start()
         self._gradients = {name: ParameterGradient(name, workspace) for name in plan.parameters}
         self._touched: set[str] = set()
 
@@ -58,23 +58,29 @@ class SampleMomentum:
             self._gradients[name].add_formed(contribution)
         self._touched.add(name)
 
-    def norms(self) -> Tensor:
-        """|v| of every sample over all trainable parameters, never understated; not finite where v is not."""
-        squared = torch.zeros(self._samples, dtype=torch.float64)
-        slack = torch.zeros(self._samples, dtype=torch.float64)
-        for name in self._touched:
-            norm, rounding = self._gradients[name].norms()
-            squared += norm.to(squared)
-            slack += rounding.to(slack).square()
-        return squared.sqrt() + slack.sqrt()
-
     def write_clipped_sum(
         self, clip_norm: float, clipping: Clipping, before: Mapping[str, Tensor] | None, into: Mapping[str, Tensor]
-    ) -> None:
-        """into = before + sum_i clip(v_i); a sample whose v is not finite adds exactly zero."""
-        norms = self.norms()
+    ) -> Tensor:
+        """into = before + sum_i clip(v_i); a sample whose v is not finite adds exactly zero.
+
+        Returns |v| of every sample over all trainable parameters, never understated; not finite where v is not.
+        """
+        late, step = choice.held_late(
+            {name: gradient.factors for name, gradient in self._gradients.items() if gradient.factors}, self._samples
+        )
+        # in the parameters' order, not a set's: sums round the same way in every process
+        squared, slack = self._squared_norms([n for n in self._gradients if n in self._touched and n not in late])
+        norms, scale = torch.empty_like(squared), torch.empty_like(squared)
+        for start in range(0, self._samples, step):
+            chosen = slice(start, min(start + step, self._samples))
+            formed = {name: self._gradients[name].formed(chosen) for name in late}
+            for part in formed.values():
+                squared[chosen] += squared_norms(part).to(squared)
+            norms[chosen] = squared[chosen].sqrt() + slack[chosen].sqrt()
+            scale[chosen] = torch.where(norms[chosen].isfinite(), clip_factors(norms[chosen], clip_norm, clipping), 0.0)
+            for name, part in formed.items():
+                self._gradients[name].add_clipped(part, scale[chosen].to(part.device))
         refused = ~norms.isfinite()
-        scale = torch.where(refused, 0.0, clip_factors(norms, clip_norm, clipping))
         some_refused = bool(refused.any())
         for name, gradient in self._gradients.items():
             out = into[name]
@@ -86,3 +92,14 @@ class SampleMomentum:
                 if some_refused:
                     gradient.without(refused.to(out.device))
                 gradient.write_clipped_sum(scale.to(out.device), out, add=before is not None)
+        return norms
+
+    def _squared_norms(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """(norm^2, slack^2) of every sample over some parameters, float64."""
+        squared = torch.zeros(self._samples, dtype=torch.float64)
+        slack = torch.zeros(self._samples, dtype=torch.float64)
+        for name in names:
+            norm, rounding = self._gradients[name].norms()
+            squared += norm.to(squared)
+            slack += rounding.to(slack).square()
+        return squared, slack

@@ -7,7 +7,7 @@ release (public from the noise on): sum -> + noise -> / B -> filter -> p.grad
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,10 +158,10 @@ class PrivateStep:
         `samples` numbers the samples for augmentation; by default they are counted through the logical batch.
         """
         self._refuse_torn()
-        self._refuse_changed_model()
+        named = self._unchanged()
         size = batch_size(micro_batch)
-        micro_batch = to_device(micro_batch, self.trained[0].device)
-        pending = self._pending or _Pending(fingerprint=_fingerprint(self.trained))
+        micro_batch = to_device(micro_batch, _device(named))
+        pending = self._pending or _Pending(fingerprint=_fingerprint(named))
         if size == 0:
             self._pending = pending
             return
@@ -169,7 +169,7 @@ class PrivateStep:
             samples = torch.arange(pending.samples, pending.samples + size)
         self._check_first(micro_batch, size)
         momentum = self._momentum(micro_batch, size, samples, pending.micro_batches)
-        sums = self._sums.other_than(pending.sums, self._named)
+        sums = self._sums.other_than(pending.sums, named)
         momentum.write_clipped_sum(self.clip_norm, self.clipping, pending.sums, sums)
         self._pending = _Pending(
             fingerprint=pending.fingerprint,
@@ -181,12 +181,12 @@ class PrivateStep:
     def release(self) -> None:
         """Add noise, divide by the expected batch size, filter, and leave the result in `p.grad`; forget the sum."""
         self._refuse_torn()
-        self._refuse_changed_model()
-        parameters = self.trained
+        named = self._unchanged()
+        parameters = list(named.values())
         sums = None if self._pending is None else self._pending.sums
         self._torn = True
         if sums is None:  # an empty batch is a step like any other
-            sums = self._sums.other_than(None, self._named)
+            sums = self._sums.other_than(None, named)
             for name in self._plan.parameters:
                 sums[name].zero_()
         values = [sums[name] for name in self._plan.parameters]
@@ -240,11 +240,12 @@ class PrivateStep:
         """v of every sample of a micro-batch: the loss's gradients at the evaluation points, weighted and added."""
         points = self.method.points.at(self._releases)
         momentum = SampleMomentum(self._plan, size, len(points), self._workspace)
-        device = self.trained[0].device
+        named = self._named
+        parameters = list(named.values())
         views = self._views(batch, samples, len(points))
         for index, (point, view) in enumerate(zip(points, views, strict=True)):
-            values = dict(zip(self._plan.parameters, self._history.evaluate(point, self.trained), strict=True))
-            with torch_seeded(self.randomness.stream("dropout", self._releases, micro_batch, index), device):
+            values = dict(zip(named, self._history.evaluate(point, parameters), strict=True))
+            with torch_seeded(self.randomness.stream("dropout", self._releases, micro_batch, index), _device(named)):
                 momentum.add_point(self.model, values, self.loss_fn, view, point.weight)
         return momentum
 
@@ -274,19 +275,21 @@ class PrivateStep:
                 "a release was interrupted halfway: go back to a saved state (load_state_dict) or build a new step"
             )
 
-    def _refuse_changed_model(self) -> None:
-        names = tuple(name for name, p in self.model.named_parameters() if p.requires_grad)
-        if names != self._plan.parameters:
-            changed = sorted(set(names) ^ set(self._plan.parameters))
+    def _unchanged(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters by name; refused if they are others than at the start, or than the pending sum's."""
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if tuple(named) != self._plan.parameters:
+            changed = sorted(set(named) ^ set(self._plan.parameters))
             raise RuntimeError(
                 f"the set of trainable parameters changed since the step was built ({', '.join(changed)}): "
                 "build a new PrivateStep"
             )
-        if self._pending is not None and self._pending.fingerprint != _fingerprint(self.trained):
+        if self._pending is not None and self._pending.fingerprint != _fingerprint(named):
             raise RuntimeError(
                 "parameters changed between accumulate and release, so the pending sum is of another iterate: "
                 "call optimizer.step() only after release(), or discard() the sum"
             )
+        return named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,9 +315,13 @@ class _Pending:
     micro_batches: int = 0
 
 
-def _fingerprint(parameters: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+def _device(named: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(named.values())).device
+
+
+def _fingerprint(named: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
     """Version and a sum of the bits of each parameter: `p.data` can be changed without a new version."""
-    return tuple((p._version, _bit_sum(p.detach())) for p in parameters)
+    return tuple((p._version, _bit_sum(p.detach())) for p in named.values())
 
 
 def _bit_sum(tensor: Tensor) -> int:

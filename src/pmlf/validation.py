@@ -186,9 +186,7 @@ def clipped_sum(
             if isinstance(contribution, Factors):
                 spread += contribution.spread(slice(0, samples)).cpu()
             momentum.add(name, contribution)
-    norms = momentum.norms()
-    momentum.write_clipped_sum(clip_norm, "flat", None, sums)
-    return norms, spread
+    return momentum.write_clipped_sum(clip_norm, "flat", None, sums), spread
 
 
 def subtract_plain(
