@@ -15,9 +15,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests decode is neither found in the user's cache nor left there."""
+    """What tests decode is neither found in the user's cache nor left there; xdist's workers share it."""
+    base = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PMLF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("PMLF_CACHE", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
         yield
 
 

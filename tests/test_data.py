@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
@@ -14,55 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import DataLoader, Subset
 
 from pmlf import data
+from twins import write_images, write_split
 
 
 @pytest.fixture(scope="module")
 def small() -> data.ImageData:
     return data.load()
-
-
-def write_split(
-    folder: Path,
-    split: str,
-    images: NDArray[np.uint8],
-    labels: list[int],
-    *,
-    columns: tuple[str, str],
-    encoding: str,
-) -> None:
-    """A parquet file of the hub's schema: encoded images in a struct of bytes and path, integer labels."""
-    encoded = []
-    for image in images:
-        buffer = io.BytesIO()
-        Image.fromarray(image).save(buffer, encoding, lossless=True)
-        encoded.append({"bytes": buffer.getvalue(), "path": None})
-    image_type = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    table = pa.table({columns[0]: pa.array(encoded, image_type), columns[1]: pa.array(labels, pa.int64())})
-    folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, folder / f"{split}-00000-of-00001.parquet")
-
-
-def write_dataset(root: Path, name: str, *, labels: list[int], size: int | None = None) -> NDArray[np.uint8]:
-    """A small random dataset in the hub's layout, equal in both splits; returns its images (N, C, H, W)."""
-    spec = data.IMAGE_DATASETS[name]
-    side = size or spec.image_size
-    shape = (len(labels), side, side) if spec.in_channels == 1 else (len(labels), side, side, 3)
-    images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    for split in data.SPLITS:
-        write_split(
-            root / spec.hub_id / "any_config",
-            split,
-            images,
-            labels,
-            columns=(spec.image_column, spec.label_column),
-            encoding="PNG" if spec.in_channels == 1 else "WEBP",
-        )
-    return images.reshape(len(labels), side, side, spec.in_channels).transpose(0, 3, 1, 2)
 
 
 def test_packaged_data_is_balanced_shuffled_and_uint8(small: data.ImageData) -> None:
@@ -110,7 +70,7 @@ def test_packaged_images_are_the_first_of_each_class_of_the_real_data(
 def test_folder_in_the_hubs_layout_gives_the_same_pixels_and_labels(name: str, tmp_path: Path) -> None:
     spec = data.IMAGE_DATASETS[name]
     labels = [0, spec.classes - 1, 3]
-    images = write_dataset(tmp_path, name, labels=labels)
+    images = write_images(tmp_path, name, labels=labels)
     loaded = data.load(name, tmp_path)
     assert (loaded.classes, loaded.in_channels, loaded.image_size) == (
         spec.classes,
@@ -124,7 +84,7 @@ def test_folder_in_the_hubs_layout_gives_the_same_pixels_and_labels(name: str, t
 
 
 def test_environment_variable_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write_dataset(tmp_path, "mnist", labels=[1, 2])
+    write_images(tmp_path, "mnist", labels=[1, 2])
     monkeypatch.setenv(data.DATA_DIR_VARIABLE, str(tmp_path))
     assert data.load("mnist").train.labels.tolist() == [1, 2]
 
@@ -190,7 +150,7 @@ def test_folder_without_the_dataset_names_what_is_missing(tmp_path: Path) -> Non
 
 
 def test_missing_datasets_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write_dataset(tmp_path, "mnist", labels=[0])
+    write_images(tmp_path, "mnist", labels=[0])
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'dp-pmlf\[data\]'"):
         data.load("mnist", tmp_path)
@@ -227,13 +187,13 @@ except ValueError as error:
 
 @pytest.mark.parametrize("label", [-1, 10])
 def test_label_out_of_range_is_an_error(label: int, tmp_path: Path) -> None:
-    write_dataset(tmp_path, "mnist", labels=[0, label])
+    write_images(tmp_path, "mnist", labels=[0, label])
     with pytest.raises(ValueError, match=f"has label {label} where 0 to 9 are allowed"):
         data.load("mnist", tmp_path)
 
 
 def test_image_of_another_size_is_an_error(tmp_path: Path) -> None:
-    write_dataset(tmp_path, "cifar10", labels=[0, 1], size=28)
+    write_images(tmp_path, "cifar10", labels=[0, 1], size=28)
     with pytest.raises(ValueError, match="is 28x28 where 32x32 is expected"):
         data.load("cifar10", tmp_path)
 
@@ -254,7 +214,7 @@ def test_missing_split_missing_column_and_missing_rows_are_errors(tmp_path: Path
 
 
 def test_broken_files_are_errors(tmp_path: Path) -> None:
-    write_dataset(tmp_path, "mnist", labels=[0])
+    write_images(tmp_path, "mnist", labels=[0])
     file = tmp_path / "ylecun/mnist/any_config/train-00000-of-00001.parquet"
     table = pq.read_table(file)
     broken = pa.array([{"bytes": b"not an image", "path": None}], table.column("image").type)
@@ -269,26 +229,26 @@ def test_broken_files_are_errors(tmp_path: Path) -> None:
 def test_a_second_start_reads_the_cache_and_changed_files_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images = write_dataset(tmp_path, "mnist", labels=[3, 4])
+    images = write_images(tmp_path, "mnist", labels=[3, 4])
     data.load("mnist", tmp_path)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "datasets", None)  # nothing is read any more
         again = data.load("mnist", tmp_path)
     assert torch.equal(again.train.images, torch.from_numpy(images.copy()))
-    write_dataset(tmp_path, "mnist", labels=[5, 6])
+    write_images(tmp_path, "mnist", labels=[5, 6])
     assert data.load("mnist", tmp_path).train.labels.tolist() == [5, 6]
 
 
 def test_a_broken_record_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMLF_CACHE", str(tmp_path / "cache"))
-    write_dataset(tmp_path, "mnist", labels=[0, 77])
+    write_images(tmp_path, "mnist", labels=[0, 77])
     with pytest.raises(ValueError, match="has label 77"):
         data.load("mnist", tmp_path)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_missing_shard_is_an_error(tmp_path: Path) -> None:
-    write_dataset(tmp_path, "mnist", labels=[0])
+    write_images(tmp_path, "mnist", labels=[0])
     (tmp_path / "ylecun/mnist/any_config/train-00000-of-00001.parquet").rename(
         tmp_path / "ylecun/mnist/any_config/train-00000-of-00002.parquet"
     )
@@ -302,7 +262,7 @@ def test_the_hubs_own_cache_is_read_offline(tmp_path: Path) -> None:
     hub = tmp_path / "hub" / "datasets--ylecun--mnist"
     (hub / "refs").mkdir(parents=True)
     (hub / "refs" / "main").write_text(revision)
-    write_dataset(tmp_path, "mnist", labels=[7, 8])
+    write_images(tmp_path, "mnist", labels=[7, 8])
     (hub / "snapshots").mkdir()
     (tmp_path / "ylecun" / "mnist").rename(hub / "snapshots" / revision)
     code = "from pmlf import data; print(data.load('mnist').train.labels.tolist())"

@@ -21,7 +21,14 @@ def build(name: str, *, seed: int | None = 0) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("cnn5", 412_426), ("linear", 30_730), ("resnet18", 11_173_962), ("vit", 2_693_578)],
+    [
+        ("cnn5", 412_426),
+        ("linear", 30_730),
+        ("resnet18", 11_173_962),
+        ("vit", 2_693_578),
+        ("vit-tiny", 5_362_762),
+        ("vit-small", 21_342_346),
+    ],
 )
 def test_parameter_counts(name: str, count: int) -> None:
     assert parameter_count(build(name)) == count

@@ -164,7 +164,7 @@ def test_changed_records_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     cut_off(SPEC, tmp_path / "run", after=1)
     changed = data.load()
     changed.train.images[7, 0, 3, 3] += 1
-    monkeypatch.setattr(tasks, "_load", lambda *_: changed)
+    monkeypatch.setattr(tasks, "_load_images", lambda *_: changed)
     with pytest.raises(ValueError, match="the training records are not those that the run began with"):
         runner.run(SPEC, tmp_path / "run", resume=True)
 

@@ -116,13 +116,18 @@ def test_a_run_leaves_a_folder_that_repeats_it(tmp_path: Path) -> None:
     assert certificate["released_steps"] == result.steps == result.planned_steps == 3
     assert certificate["epsilon_at_released_steps"]["pld"] == result.epsilon
     (line,) = (out / "metrics.jsonl").read_text().splitlines()
+    (low, high), each = (json.loads(line)["scores"]["test"][name] for name in ("interval", "per_class"))
     assert json.loads(line) == {
         "step": 3,
         "epoch": 0.005,
         "epsilon": result.epsilon,
         "split": "test",
         "test_accuracy": result.test_accuracy,
+        "scores": {
+            "test": {"records": 2000, "accuracy": result.test_accuracy, "interval": [low, high], "per_class": each}
+        },
     }
+    assert low < result.test_accuracy < high and sum(each) / 10 == pytest.approx(result.test_accuracy)
 
     images = data.load()
     model = models.build("linear", in_channels=1, image_size=28, classes=10)

@@ -65,6 +65,7 @@ class PoissonBatches:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         device: torch.device | str = "cpu",
+        lengths: NDArray[np.int64] | None = None,
     ) -> None:
         self.population = population(dataset)
         if not 0.0 < expected_batch_size <= self.population:
@@ -84,6 +85,9 @@ class PoissonBatches:
         self._collate_fn = collate_fn
         self._num_workers = num_workers
         self._device = torch.device(device)
+        if lengths is not None and len(lengths) != self.population:
+            raise ValueError(f"lengths has {len(lengths)} numbers for {self.population} records: give one a record")
+        self._lengths = lengths
 
     def batches(self, first: int, steps: int) -> Iterator[LogicalBatch]:
         """The logical batches of steps first, ..., steps - 1, each drawn afresh."""
@@ -103,8 +107,10 @@ class PoissonBatches:
                 pass
 
     def draw(self, step: int) -> list[NDArray[np.int64]]:
-        """A fresh Poisson draw, cut into physical pieces."""
+        """A fresh Poisson draw, cut into physical pieces: of records in order, or of records of like length."""
         chosen = self._randomness.stream("sampling", step).chosen(self.population, self.rate)
+        if self._lengths is not None:
+            chosen = chosen[np.argsort(self._lengths[chosen], kind="stable")]
         return [chosen[i : i + self._physical] for i in range(0, len(chosen), self._physical)]
 
 

@@ -7,19 +7,20 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader
 
 from pmlf import accounting
 from pmlf.accounting import Event
 from pmlf.arguments import require_count, require_positive, steps_of_epochs
 from pmlf.averaging import ParameterAverage
-from pmlf.batches import to_device
 from pmlf.capture import LossFunction
 from pmlf.certificate import certificate
+from pmlf.evaluation import confusion_matrix
 from pmlf.ledger import Ledger
 from pmlf.methods import Method
 from pmlf.momentum import Clipping
@@ -51,6 +52,7 @@ def make_private(
     augmentation: Augmentation | None = None,
     secure_noise: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    lengths: NDArray[np.int64] | None = None,
     num_workers: int = 0,
     device: torch.device | str | None = None,
     ledger: Ledger | None = None,
@@ -62,8 +64,10 @@ def make_private(
     `seed=None` means cryptographic noise and sampling; a seed makes the run reproducible, and so not fit for release.
     `secure_noise` hardens the noise against floating-point attacks (a mitigation, at a few per cent of a step).
     `scheduler.step()` is called once after every step. `ema` is the decay of an average of the released parameters,
-    at no privacy cost (`PrivateRun.averaged_model`). Every step is written to the `ledger` before it is released, and
-    the target covers all that is in it. What would break the guarantee is refused before any training.
+    at no privacy cost (`PrivateRun.averaged_model`). `lengths`, a number a record, has records of like length share a
+    micro-batch, for less padding; the draw and the step stay what they are. Every step is written to the `ledger`
+    before it is released, and the target covers all that is in it. What would break the guarantee is refused before
+    any training.
     """
     records = population(dataset)
     delta = _checked_delta(target_delta, records)
@@ -118,6 +122,7 @@ def make_private(
         collate_fn=collate_fn,
         num_workers=num_workers,
         device=private_step.trained[0].device,
+        lengths=lengths,
     )
     average = None if ema is None else ParameterAverage(ema)
     spending = Spending(
@@ -326,22 +331,10 @@ def evaluate(
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> float:
     """Accuracy on held-out records, which are not protected: a fraction. Eval mode, no gradients, mode restored."""
-    population(dataset)
-    device = next(model.parameters()).device
-    was_training = model.training
-    correct = total = 0
-    model.eval()
-    try:
-        loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate_fn, generator=torch.Generator())
-        with torch.inference_mode():
-            for batch in loader:
-                moved = to_device(batch, device)
-                truth = labels(moved)
-                correct += int((logits(model, moved).argmax(-1) == truth).sum())
-                total += len(truth)
-    finally:
-        model.train(was_training)
-    return correct / total
+    confusion = confusion_matrix(
+        model, dataset, logits=logits, labels=labels, batch_size=batch_size, collate_fn=collate_fn
+    )
+    return int(confusion.trace()) / int(confusion.sum())
 
 
 def _checked_delta(delta: float, records: int) -> float:

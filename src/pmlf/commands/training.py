@@ -51,7 +51,7 @@ class TrainingCommand(Command):
 
     def folder(self, name: str) -> Path:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        return self.out or Path("runs") / f"{stamp}-{self.setting.dataset}-{self.setting.model}-{name}"
+        return self.out or Path("runs") / f"{stamp}-{self.setting.title}-{name}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 from pmlf.data.cache import digest
 from pmlf.data.catalogue import DEFAULT
+from pmlf.hub import snapshot
 
 DATA_DIR_VARIABLE = "PMLF_DATA"
-HUB_TIMEOUT_SECONDS = 5.0
 ROWS_PER_READ = 1000
 AGAIN = "fetch the hub's files again"
 _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-(?P<shards>\d{5})")
@@ -118,26 +118,11 @@ def _load_dataset(name: str) -> Any:
 
 
 def _downloaded(hub_id: str, config: str) -> Path:
-    """The hub's files in the hub's own cache, fetched if they are not there."""
-    try:
-        from huggingface_hub import HfApi, is_offline_mode, snapshot_download
-    except ImportError as error:
-        raise ValueError(
-            f"fetching {hub_id!r} needs the package huggingface_hub: pip install 'dp-pmlf[data]', "
-            f"or choose {DEFAULT!r}, which needs nothing"
-        ) from error
-    try:
-        if not is_offline_mode():
-            # by itself the download would try again for half a minute before it gives up
-            HfApi().dataset_info(hub_id, timeout=HUB_TIMEOUT_SECONDS)
-        patterns = f"{config}/*.parquet" if config else "*.parquet"
-        return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=patterns))
-    except Exception as error:  # whose class depends on the HTTP library below the hub's client
-        raise ValueError(
-            f"cannot reach {hub_id!r} on the Hugging Face hub ({type(error).__name__}): give data_dir or "
-            f"{DATA_DIR_VARIABLE}, a folder that holds {hub_id}, set HF_HUB_OFFLINE=1 to use an earlier "
-            f"download, or choose {DEFAULT!r}, which needs no network"
-        ) from error
+    instead = (
+        f"give data_dir or {DATA_DIR_VARIABLE}, a folder that holds {hub_id}, choose {DEFAULT!r}, which needs nothing"
+    )
+    patterns = [f"{config}/*.parquet" if config else "*.parquet"]
+    return snapshot(hub_id, "dataset", patterns, extra="data", instead=instead)
 
 
 def _first_line(error: Exception) -> str:

@@ -199,8 +199,8 @@ def run_summary(result: RunResult) -> str:
     noise = "cryptographic" if spec.seed is None else f"seed {spec.seed}: reproducible, so the model is not for release"
     return facts(
         [
-            ("run", f"{spec.method}, {spec.model} on {spec.dataset}"),
-            (f"{result.split} accuracy", accuracies(result.test_accuracy, result.ema_accuracy)),
+            ("run", f"{spec.method}, {spec.model_name} on {spec.dataset}"),
+            *_scores(result),
             ("epsilon", f"{result.epsilon:.4g} at delta {spec.delta:.3g}, for adding or removing one training record"),
             ("steps", f"{result.steps} of {result.planned_steps}, {duration(result.seconds)}{_why_fewer(result)}"),
             ("noise multiplier", f"{result.noise_multiplier:.4g}"),
@@ -212,6 +212,23 @@ def run_summary(result: RunResult) -> str:
 
 def _why_fewer(result: RunResult) -> str:
     return "; stopped at its epsilon, which lost steps or other runs have used up" if result.budget_spent else ""
+
+
+def _scores(result: RunResult) -> list[tuple[str, str]]:
+    """A line a split: accuracy with its interval, F1 and the average's where there are some."""
+    if not result.evaluations:
+        return [("test accuracy", "-")]
+    last = result.evaluations[-1]
+    lines = []
+    for split, score in last.scores.items():
+        low, high = score.interval
+        line = f"{percent(score.accuracy)} (95 % interval {100 * low:.1f} to {percent(high)})"
+        if score.f1 is not None:
+            line += f", F1 {percent(score.f1)}"
+        if last.ema_scores is not None:
+            line += f", EMA {percent(last.ema_scores[split].accuracy)}"
+        lines.append((f"{split} accuracy", line))
+    return lines
 
 
 def comparison_table(results: Sequence[RunResult]) -> Table:

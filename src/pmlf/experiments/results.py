@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pmlf.experiments.spec import RunSpec
+
+if TYPE_CHECKING:  # torch behind it takes seconds to import
+    from pmlf.evaluation import Score
 
 SENSITIVE_NOTE = "sensitive: computed from private data before noise, not covered by epsilon"
 
@@ -16,24 +19,61 @@ SENSITIVE_NOTE = "sensitive: computed from private data before noise, not covere
 class Evaluation:
     """A run after some step. The training loss is that step's; it is sensitive, and there only on demand.
 
-    `split` says on which records the accuracies are: "test", or "holdout" for a part of the training split.
+    Splits are "test", GLUE's "validation", "validation_matched", ..., or "holdout" for a part of the training split.
     """
 
     step: int
     epoch: float
     epsilon: float
-    split: str
-    test_accuracy: float
-    ema_accuracy: float | None = None  # of the averaged parameters, where an average is kept
+    scores: Mapping[str, Score]  # by split, the one that counts first
+    ema_scores: Mapping[str, Score] | None = None  # of the averaged parameters, where an average is kept
     training_loss: float | None = None
 
+    @property
+    def split(self) -> str:
+        """The split that counts."""
+        return next(iter(self.scores))
+
+    @property
+    def test_accuracy(self) -> float:
+        return self.scores[self.split].accuracy
+
+    @property
+    def ema_accuracy(self) -> float | None:
+        return None if self.ema_scores is None else self.ema_scores[self.split].accuracy
+
     def to_json(self) -> dict[str, Any]:
-        there = {name: value for name, value in asdict(self).items() if value is not None}
-        return there if self.training_loss is None else {**there, "training_loss_is": SENSITIVE_NOTE}
+        document: dict[str, Any] = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "epsilon": self.epsilon,
+            "split": self.split,
+            "test_accuracy": self.test_accuracy,
+            "scores": {split: score.to_json() for split, score in self.scores.items()},
+        }
+        if self.ema_scores is not None:
+            document["ema_accuracy"] = self.ema_accuracy
+            document["ema_scores"] = {split: score.to_json() for split, score in self.ema_scores.items()}
+        if self.training_loss is not None:
+            document |= {"training_loss": self.training_loss, "training_loss_is": SENSITIVE_NOTE}
+        return document
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Evaluation:
-        return Evaluation(**{name: value for name, value in document.items() if name != "training_loss_is"})
+        """The evaluation that `to_json` wrote."""
+        from pmlf.evaluation import Score
+
+        def scores(name: str) -> dict[str, Score]:
+            return {split: Score.from_json(each) for split, each in document[name].items()}
+
+        return Evaluation(
+            step=document["step"],
+            epoch=document["epoch"],
+            epsilon=document["epsilon"],
+            scores=scores("scores"),
+            ema_scores=scores("ema_scores") if "ema_scores" in document else None,
+            training_loss=document.get("training_loss"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +129,7 @@ class RunResult:
             "split": self.split,
             "test_accuracy": self.test_accuracy,
             "ema_accuracy": self.ema_accuracy,
+            "scores": self.evaluations[-1].to_json()["scores"] if self.evaluations else None,
             "seconds": round(self.seconds, 1),
             "seed": self.spec.seed,
             "interrupted": self.interrupted,

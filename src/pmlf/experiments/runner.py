@@ -29,7 +29,7 @@ from pmlf.files import write_json
 from pmlf.inspection import Checked
 from pmlf.ledger import Ledger
 from pmlf.sampling import LogicalBatch
-from pmlf.training import PrivateRun, evaluate, make_private
+from pmlf.training import PrivateRun, make_private
 
 _SECONDS_BETWEEN_CHECKPOINTS = 60.0
 
@@ -294,13 +294,15 @@ def _prepare(spec: RunSpec, task: Task, losses: _LossMeter | None, ledger: Ledge
         collate_fn=task.collate_fn,
         secure_noise=spec.secure_noise,
         ledger=ledger,
+        lengths=task.lengths,
     )
 
 
 def _optimizer(spec: RunSpec, model: nn.Module) -> Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if spec.optimizer == "adam":
-        return torch.optim.Adam(model.parameters(), lr=spec.lr)
-    return torch.optim.SGD(model.parameters(), lr=spec.lr)
+        return torch.optim.Adam(trained, lr=spec.lr)
+    return torch.optim.SGD(trained, lr=spec.lr)
 
 
 def _device(name: str) -> torch.device:
@@ -311,17 +313,12 @@ def _device(name: str) -> torch.device:
 
 
 def _evaluation(private: PrivateRun, task: Task, training_loss: float | None) -> Evaluation:
-    def accuracy(model: nn.Module) -> float:
-        return evaluate(model, judged_on, logits=task.logits, labels=task.labels, collate_fn=task.collate_fn)
-
-    split, judged_on = next(iter(task.judged_on.items()))
     averaged = private.averaged_model()
     return Evaluation(
         step=private.steps_done,
         epoch=round(private.steps_done * private.private_step.expected_batch_size / task.records, 4),
         epsilon=private.epsilon(),
-        split=split,
-        test_accuracy=accuracy(private.model),
-        ema_accuracy=None if averaged is None else accuracy(averaged),
+        scores=task.scores(private.model),
+        ema_scores=None if averaged is None else task.scores(averaged),
         training_loss=training_loss,
     )

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import tyro
@@ -24,6 +25,8 @@ DEFAULT_EPOCHS = 4.0
 DEFAULT_BATCH_SIZE = 500
 USUAL_DELTA = 1e-5
 OPTIMIZERS = ("sgd", "adam")
+IMAGE_MODEL = "cnn5"
+TEXT_MODEL = "FacebookAI/roberta-base"
 
 
 def shown_default(text: str, metavar: str | None = None) -> Any:
@@ -58,6 +61,30 @@ class MethodOptions:
 
     kappa: Annotated[float | None, shown_default("0.7")] = None
     """disk: weight of the new gradient, in (0, 1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """For texts: how a model is fine-tuned, and the columns of a table of one's own."""
+
+    lora_rank: Annotated[int | None, shown_default("none, all weights are trained")] = None
+    """Train updates of this rank to every linear layer, and the new head, in place of all weights."""
+
+    max_length: Annotated[int | None, shown_default("none, a text longer than the model takes is refused")] = None
+    """Cut texts after so many tokens."""
+
+    text_column: Annotated[str | None, shown_default("none")] = None
+    """One's own table: the column of the texts."""
+
+    text_pair_column: Annotated[str | None, shown_default("none")] = None
+    """One's own table: the column of the second texts, where a record is a pair."""
+
+    label_column: Annotated[str | None, shown_default("label")] = None
+    """One's own table: the column of the labels."""
+
+    labels: Annotated[tuple[str, ...] | None, shown_default("none", "LABEL LABEL [LABEL ...]")] = None
+    """One's own table: all the labels there can be, in the order of the classes.
+    They are named and not collected from the records, whose labels are private."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +141,22 @@ class Setting(Budget):
     """Everything about a run but its method: what a comparison keeps equal."""
 
     dataset: str = "fashion-mnist-small"
-    """fashion-mnist-small (inside the package), mnist, fashion-mnist, cifar10 or cifar100."""
+    """fashion-mnist-small (inside the package), mnist, fashion-mnist, cifar10, cifar100; sst2, qnli, qqp, mnli.
+    Or one's own: a folder with train/CLASS/*.png and test/CLASS/*.png;
+    with --text-column and --labels a .csv, .tsv, .jsonl or .parquet file, or a folder with train.csv and test.csv."""
 
     records: Annotated[int | None, shown_default("all")] = None
     """Use the first so many records of either split: a smaller task, whose n is this number."""
 
-    model: str = "cnn5"
-    """cnn5, linear, resnet18 or vit."""
+    model: Annotated[str | None, shown_default("cnn5 for images, FacebookAI/roberta-base for texts")] = None
+    """Images: cnn5, linear, resnet18, vit, vit-tiny or vit-small.
+    Texts: a sequence classifier by its name on the Hugging Face hub, or the folder of one (safetensors)."""
+
+    augment: bool = False
+    """Shift each image by a few pixels and mirror half of them (not digits), anew at every step."""
+
+    augment_per_point: bool = False
+    """The same, drawn anew for every iterate that a sample's gradient is taken at: same privacy, less variance."""
 
     lr: float = 2.0
     """Learning rate, constant."""
@@ -158,6 +194,24 @@ class Setting(Budget):
 
     options: Annotated[MethodOptions, tyro.conf.arg(name="method")] = MethodOptions()
 
+    text: TextOptions = TextOptions()
+
+    @property
+    def is_text(self) -> bool:
+        from pmlf.data.catalogue import TEXT_DATASETS
+
+        return self.dataset in TEXT_DATASETS or self.text.text_column is not None
+
+    @property
+    def model_name(self) -> str:
+        """The model asked for, or the usual one for such data."""
+        return self.model or (TEXT_MODEL if self.is_text else IMAGE_MODEL)
+
+    @property
+    def title(self) -> str:
+        """Dataset and model in a few words, without the folders they are in."""
+        return f"{Path(self.dataset).name}-{Path(self.model_name).name}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec(Setting):
@@ -176,12 +230,13 @@ class RunSpec(Setting):
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"unknown optimizer {self.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
         parameters = {_option(self.method, name): value for name, value in self._parameters().items()}
-        return replace(super().resolved(records), options=MethodOptions(**parameters))
+        return replace(super().resolved(records), model=self.model_name, options=MethodOptions(**parameters))
 
     def to_json(self) -> str:
         """Every field that is set."""
         values = {name: value for name, value in asdict(self).items() if value is not None}
-        values["options"] = {name: value for name, value in values["options"].items() if value is not None}
+        for group in _GROUPS:
+            values[group] = {name: value for name, value in values[group].items() if value is not None}
         return json.dumps(values, indent=2) + "\n"
 
     @staticmethod
@@ -192,12 +247,12 @@ class RunSpec(Setting):
         True
         """
         values: dict[str, Any] = json.loads(text)
-        options: dict[str, Any] = values.pop("options", {})
-        for name, value in options.items():
-            options[name] = tuple(value) if isinstance(value, list) else value
+        for group, kind in _GROUPS.items():
+            given = {name: tuple(v) if isinstance(v, list) else v for name, v in values.get(group, {}).items()}
+            _refuse_unknown(kind, given)
+            values[group] = kind(**given)
         _refuse_unknown(RunSpec, values)
-        _refuse_unknown(MethodOptions, options)
-        return RunSpec(**values, options=MethodOptions(**options))
+        return RunSpec(**values)
 
     def _parameters(self) -> dict[str, Any]:
         """The method's parameters by the names its function gives them, defaults filled in."""
@@ -210,6 +265,9 @@ class RunSpec(Setting):
                 raise ValueError(f"{flag(name)} is not for {self.method}, which takes {takes}")
         defaults = {name: parameter.default for name, parameter in accepted.items()}
         return defaults | {by_option[name]: value for name, value in given.items()}
+
+
+_GROUPS: dict[str, type] = {"options": MethodOptions, "text": TextOptions}
 
 
 def comparison(setting: Setting, methods: Sequence[str]) -> list[RunSpec]:

@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, Subset
 
 from pmlf import data, models
 from pmlf.arguments import require_count
-from pmlf.experiments.spec import RunSpec
+from pmlf.augmentation import shifted_crops
+from pmlf.data.texts import Padding
+from pmlf.evaluation import Score, confusion_matrix, score
+from pmlf.experiments.spec import RunSpec, TextOptions, flag
+from pmlf.models.text import load_classifier
 from pmlf.noise import Stream
 from pmlf.step import Augmentation
 
+SHIFTED_PART = 8  # images are shifted by up to an eighth of their side
 HOLDOUT = "holdout"
 _PUBLIC_KEY = bytes(32)  # of the permutation that splits a training set: the same for everybody, and no secret
 
@@ -34,26 +40,41 @@ class Task:
     labels: Callable[[Any], Tensor]  # batch -> (N,)
     collate_fn: Callable[[list[Any]], Any] | None = None
     augmentation: Augmentation | None = None
+    lengths: NDArray[np.int64] | None = None  # of the training records, where they differ
+    metrics: tuple[str, ...] = ("accuracy",)
 
     @property
     def records(self) -> int:
         """The number of training records that can be drawn, n."""
-        return len(self.train)  # type: ignore[arg-type]  # map-style datasets have a length
+        return _length(self.train)
 
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
         """Cross-entropy, one number a sample."""
         return F.cross_entropy(self.logits(model, batch), self.labels(batch), reduction="none")
 
+    def scores(self, model: nn.Module) -> dict[str, Score]:
+        """How well a model does on each split it is judged on."""
+        return {
+            split: score(
+                confusion_matrix(model, records, logits=self.logits, labels=self.labels, collate_fn=self.collate_fn),
+                with_f1="f1" in self.metrics,
+            )
+            for split, records in self.judged_on.items()
+        }
+
 
 def prepare(spec: RunSpec, data_dir: Path | None = None) -> Task:
     """The task of a spec: its dataset read, split if `holdout` says so, and its model built from the seed."""
-    loaded = _load(spec.dataset, data_dir)
-    train, judged_on = _split(
-        _first(spec.records, loaded.train), {"test": _first(spec.records, loaded.test)}, spec.holdout
-    )
+    return _of_texts(spec, data_dir) if spec.is_text else _of_images(spec, data_dir)
+
+
+def _of_images(spec: RunSpec, data_dir: Path | None) -> Task:
+    _refuse_given("texts", vars(spec.text))
+    loaded = _load_images(spec.dataset, data_dir)
+    train, judged_on = _split(spec, loaded.train, {"test": loaded.test})
     return Task(
         model=models.build(
-            spec.model,
+            spec.model_name,
             in_channels=loaded.in_channels,
             image_size=loaded.image_size,
             classes=loaded.classes,
@@ -64,11 +85,72 @@ def prepare(spec: RunSpec, data_dir: Path | None = None) -> Task:
         logits=lambda model, batch: model(batch[0]),
         labels=lambda batch: batch[1],
         collate_fn=data.collate,
+        augmentation=_augmentation(spec, loaded),
     )
 
 
+def _augmentation(spec: RunSpec, loaded: data.ImageData) -> Augmentation | None:
+    if not (spec.augment or spec.augment_per_point):
+        return None
+    padding = max(1, loaded.image_size // SHIFTED_PART)
+    return shifted_crops(padding, flip=loaded.mirrors, per_point=spec.augment_per_point)
+
+
+def _of_texts(spec: RunSpec, data_dir: Path | None) -> Task:
+    _refuse_given("images", {"augment": spec.augment, "augment_per_point": spec.augment_per_point})
+    loaded = data.load_text(spec.dataset, data_dir, _columns(spec.text))
+    text_model = load_classifier(spec.model_name, classes=loaded.classes, seed=spec.seed, lora_rank=spec.text.lora_rank)
+    longest = text_model.longest
+    if spec.text.max_length is not None:
+        require_count("max_length", spec.text.max_length, "texts are cut there")
+        longest = min(longest, spec.text.max_length)
+
+    def tokenised(split: str) -> data.TokenDataset:
+        cut = spec.text.max_length is not None
+        return loaded.tokenised(split, text_model.tokenizer, longest=longest, cut=cut)
+
+    train, judged_on = _split(spec, tokenised("train"), {split: tokenised(split) for split in loaded.judged_on})
+    if not judged_on:
+        raise ValueError(f"{spec.dataset!r} has no test split: add one, or judge on a part with --holdout 0.1")
+    return Task(
+        model=text_model.model,
+        train=train,
+        judged_on={split: _by_length(records) for split, records in judged_on.items()},
+        logits=_text_logits,
+        labels=lambda batch: batch["labels"],
+        collate_fn=Padding(text_model.pad_id),
+        lengths=_lengths(train),
+        metrics=loaded.metrics,
+    )
+
+
+def _text_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    logits: Tensor = model(**inputs).logits
+    return logits
+
+
+def _columns(text: TextOptions) -> data.Columns | None:
+    """The columns of a table of one's own; None where none are named."""
+    if text.text_column is None:
+        own = {"text_pair_column": text.text_pair_column, "label_column": text.label_column, "labels": text.labels}
+        _refuse_given("tables of one's own, with --text-column", own)
+        return None
+    if text.labels is None:
+        raise ValueError("--text-column needs --labels: all the labels there can be, in the order of the classes")
+    return data.Columns(
+        text=text.text_column, pair=text.text_pair_column, label=text.label_column or "label", labels=text.labels
+    )
+
+
+def _refuse_given(kind: str, options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"{flag(name)} is for {kind}: leave it out")
+
+
 @lru_cache(maxsize=1)
-def _load(dataset: str, data_dir: Path | None) -> data.ImageData:
+def _load_images(dataset: str, data_dir: Path | None) -> data.ImageData:
     """Kept for the next method of a comparison."""
     return data.load(dataset, data_dir)
 
@@ -78,20 +160,38 @@ def _first(records: int | None, split: Dataset[Any]) -> Dataset[Any]:
     if records is None:
         return split
     require_count("records", records, "it limits how many are used")
-    return Subset(split, range(min(records, len(split))))  # type: ignore[arg-type]
+    return Subset(split, range(min(records, _length(split))))
 
 
 def _split(
-    train: Dataset[Any], judged_on: Mapping[str, Dataset[Any]], holdout: float | None
+    spec: RunSpec, train: Dataset[Any], judged_on: Mapping[str, Dataset[Any]]
 ) -> tuple[Dataset[Any], Mapping[str, Dataset[Any]]]:
     """As published, or with a part of the training split held out and judged on in place of the test split."""
-    if holdout is None:
-        return train, judged_on
-    kept, held = holdout_indices(len(train), holdout)  # type: ignore[arg-type]
+    train = _first(spec.records, train)
+    if spec.holdout is None:
+        return train, {split: _first(spec.records, records) for split, records in judged_on.items()}
+    kept, held = holdout_indices(_length(train), spec.holdout)
     return Subset(train, kept.tolist()), {HOLDOUT: Subset(train, held.tolist())}
 
 
-def holdout_indices(records: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+def _lengths(records: Dataset[Any]) -> NDArray[np.int64]:
+    """The number of tokens of every record, also where they are a part of a dataset."""
+    if isinstance(records, Subset):
+        return _lengths(records.dataset)[np.asarray(records.indices)]
+    assert isinstance(records, data.TokenDataset)
+    return records.lengths
+
+
+def _by_length(records: Dataset[Any]) -> Dataset[Any]:
+    """The same records, ordered so that batches need little padding."""
+    return Subset(records, np.argsort(_lengths(records), kind="stable").tolist())
+
+
+def _length(records: Dataset[Any]) -> int:
+    return len(records)  # type: ignore[arg-type]  # map-style datasets have one
+
+
+def holdout_indices(records: int, fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Indices kept for training and indices held out, by a permutation that depends on the count alone.
 
     >>> kept, held = holdout_indices(10, 0.3)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from pmlf.models.cnn import CNN5
 from pmlf.models.resnet import ResNet, resnet18
+from pmlf.models.seeding import seeded
 from pmlf.models.vit import ViT
 
 __all__ = ["CNN5", "NAMES", "ResNet", "ViT", "build", "linear", "resnet18"]
@@ -24,7 +24,11 @@ _BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "cnn5": lambda channels, size, classes: CNN5(channels, classes),
     "linear": lambda channels, size, classes: linear(channels * size * size, classes),
     "resnet18": lambda channels, size, classes: resnet18(channels, classes),
-    "vit": lambda channels, size, classes: ViT(image_size=size, in_channels=channels, classes=classes),
+    "vit": lambda channels, size, classes: ViT(size, in_channels=channels, classes=classes),
+    "vit-tiny": lambda channels, size, classes: ViT(size, in_channels=channels, classes=classes, depth=12),
+    "vit-small": lambda channels, size, classes: ViT(
+        size, in_channels=channels, classes=classes, depth=12, width=384, heads=6
+    ),
 }
 NAMES = tuple(_BUILDERS)
 
@@ -39,10 +43,5 @@ def build(name: str, *, in_channels: int, image_size: int, classes: int, seed: i
     """
     if name not in _BUILDERS:
         raise ValueError(f"unknown model {name!r}: choose one of {', '.join(NAMES)}")
-    with torch.device("cpu"):
-        if seed is None:
-            return _BUILDERS[name](in_channels, image_size, classes)
-        with torch.random.fork_rng(devices=[]):
-            # torch.manual_seed would reseed every accelerator's generator too, which nothing restores
-            torch.default_generator.manual_seed(seed)
-            return _BUILDERS[name](in_channels, image_size, classes)
+    with seeded(seed):
+        return _BUILDERS[name](in_channels, image_size, classes)

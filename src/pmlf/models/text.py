@@ -1,0 +1,115 @@
+"""Sequence classifiers of `transformers`, by name or from a local folder, whole or with low-rank updates by `peft`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from pmlf.arguments import require_count
+from pmlf.hub import snapshot
+from pmlf.models.seeding import seeded
+
+_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]  # never a pickle, which can run code
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextModel:
+    """A classifier with the tokenizer it was made for, and the number of tokens it takes."""
+
+    model: nn.Module
+    tokenizer: Any
+    longest: int
+    pad_id: int
+
+
+def load_classifier(name: str, *, classes: int, seed: int | None = None, lora_rank: int | None = None) -> TextModel:
+    """A pretrained model with a new head, in eval mode: noise regularises, dropout would only add variance.
+
+    `name` is a model of the hub or a folder with config.json, model.safetensors and a tokenizer. With `lora_rank` the
+    pretrained weights are frozen and every linear layer gets an update of that rank. The new weights follow the seed.
+    """
+    transformers = _transformers(name)
+    if lora_rank is not None:
+        require_count("lora_rank", lora_rank, "it is the rank of the updates, 8 for example")
+    folder = _folder(name)
+    try:
+        with _silence(transformers), seeded(seed):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model = transformers.AutoModelForSequenceClassification.from_pretrained(
+                folder, num_labels=classes, use_safetensors=True, local_files_only=True, ignore_mismatched_sizes=True
+            )
+            longest = _longest(model, tokenizer)
+            if lora_rank is not None:
+                model = _with_lora(model, lora_rank)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} cannot be read as a sequence classifier: it needs config.json, model.safetensors and a "
+            f"tokenizer ({_first_line(error)})"
+        ) from error
+    if tokenizer.pad_token_id is None:
+        raise ValueError(f"the tokenizer of {name!r} has no padding token: choose a model that pads, or add one to it")
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return TextModel(model=model.eval(), tokenizer=tokenizer, longest=longest, pad_id=tokenizer.pad_token_id)
+
+
+def _transformers(name: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"the model {name!r} needs the package transformers: pip install 'dp-pmlf[text]'") from error
+    return transformers
+
+
+def _folder(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    instead = "give --model DIR, a folder with config.json, model.safetensors and a tokenizer"
+    return snapshot(name, "model", _FILES, extra="text", instead=instead)
+
+
+def _with_lora(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError("--lora-rank needs the package peft: pip install 'dp-pmlf[text]'") from error
+    config = peft.LoraConfig(
+        task_type=peft.TaskType.SEQ_CLS, r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear"
+    )
+    adapted: nn.Module = peft.get_peft_model(model, config)
+    return adapted
+
+
+def _longest(model: nn.Module, tokenizer: Any) -> int:
+    """The number of tokens for which the model has positions; RoBERTa's start after the index of its padding."""
+    tables = [
+        module
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+    ]
+    positions = [table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1) for table in tables]
+    return min([int(tokenizer.model_max_length), *positions])
+
+
+@contextmanager
+def _silence(transformers: Any) -> Iterator[None]:
+    """Without the bar and the report that loading prints: that the head is new is what is meant."""
+    logging = transformers.utils.logging
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
