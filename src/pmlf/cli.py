@@ -14,6 +14,8 @@ from pmlf.commands.audit import Audit
 from pmlf.commands.bench import Bench
 from pmlf.commands.common import INTERRUPTED, REFUSED, Command, say
 from pmlf.commands.filter import Filter
+from pmlf.commands.report import Report
+from pmlf.commands.reproduce import Reproduce
 from pmlf.commands.training import Compare, Train
 
 _AnyCommand = (
@@ -23,6 +25,8 @@ _AnyCommand = (
     | Annotated[Filter, tyro.conf.subcommand("filter")]
     | Annotated[Audit, tyro.conf.subcommand("audit")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
 )
 
 

@@ -1,0 +1,61 @@
+"""`pmlf report`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from pmlf.commands.common import Command
+from pmlf.experiments.display import facts
+from pmlf.experiments.spec import shown_default
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Command):
+    """A page of what `pmlf reproduce` has run, beside the paper's own numbers: one HTML file that needs nothing else.
+
+    Folders are those that `pmlf reproduce` wrote (its --out), and those of `pmlf train --diagnostics`. The same tables
+    as Markdown and LaTeX, and the charts as pictures, are written where they are asked for.
+    """
+
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[DIR ...]")] = (
+        Path("runs/reproduction"),
+    )
+    """Folders with records; of two records of the same runs the later counts."""
+
+    out: Path = Path("report.html")
+    """The page."""
+
+    markdown: Annotated[Path | None, shown_default("none", "FILE")] = None
+    """The results in words and tables."""
+
+    latex: Annotated[Path | None, shown_default("none", "FILE")] = None
+    """The tables for a paper, with booktabs."""
+
+    figures: Annotated[Path | None, shown_default("none", "DIR")] = None
+    """Folder for every chart as .png and .svg."""
+
+    def execute(self) -> int:
+        from pmlf.experiments.report import page, pictures, summary, text
+
+        for file in (self.out, self.markdown, self.latex):
+            if file is not None and not file.parent.is_dir():
+                raise ValueError(f"{str(file)!r} is in no folder that exists: make {str(file.parent)!r} first")
+        records, diagnostics = summary.read(self.folders)
+        written = {"page": self.out}
+        self.out.write_text(page.render(records, diagnostics))
+        if self.markdown is not None:
+            self.markdown.write_text(text.markdown(records, diagnostics))
+            written["markdown"] = self.markdown
+        if self.latex is not None:
+            self.latex.write_text(text.latex(records))
+            written["latex"] = self.latex
+        if self.figures is not None:
+            pictures.draw(records, self.figures)
+            written["figures"] = self.figures
+        document = {name: str(path) for name, path in written.items()}
+        self.show({"records": [record.key for record in records], **document}, facts(list(document.items())))
+        return 0

@@ -1,0 +1,129 @@
+"""A job: one run of a list, in a folder of its own, and what carries it out wherever it is executed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pmlf.experiments.artifacts import run_key
+from pmlf.experiments.results import Unobserved
+from pmlf.experiments.spec import RunSpec
+from pmlf.files import write_json
+
+RESULT = "result.json"
+COST = "cost.json"  # what the run took, and on what machine
+_SECONDS_BETWEEN_NEWS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run and where it goes."""
+
+    spec: RunSpec
+    folder: Path
+    data_dir: Path | None = None
+    threads: int | None = None  # of torch; None leaves them as they are
+
+    @property
+    def key(self) -> str:
+        return self.folder.name
+
+    @property
+    def label(self) -> str:
+        """What a progress display calls it."""
+        spec = self.spec
+        trial = f", trial lr {spec.lr:g}" if spec.holdout else f", seed {spec.seed}"
+        return f"{spec.method}, {spec.model} on {spec.dataset}, epsilon {spec.epsilon:g}{trial}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """How far a job has come."""
+
+    key: str
+    step: int
+    steps: int
+
+
+Tell = Callable[[News], None]
+
+
+def job(spec: RunSpec, runs: Path, *, data_dir: Path | None = None, threads: int | None = None) -> Job:
+    """The job of a spec in the folder of all runs."""
+    return Job(spec=spec, folder=runs / run_key(spec), data_dir=data_dir, threads=threads)
+
+
+def finished(folder: Path) -> bool:
+    """Whether the run of this folder came to its end."""
+    result = folder / RESULT
+    return result.is_file() and not json.loads(result.read_text())["interrupted"]
+
+
+def carry_out(job: Job, tell: Tell) -> None:
+    """Run a job unless it is finished, from where it was cut off if it was; one process at a time in a folder."""
+    import torch
+
+    from pmlf.experiments import runner, stand_ins
+
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    with _alone(job.folder):
+        if finished(job.folder):
+            return
+        spec = stand_ins.in_place(job.spec, job.folder.parent)
+        result = runner.run(spec, job.folder, data_dir=job.data_dir, observer=_Telling(job.key, tell), resume=True)
+        if result.interrupted:
+            raise KeyboardInterrupt
+        cost = {"seconds": round(result.seconds, 1), "threads": torch.get_num_threads(), "machine": machine()}
+        write_json(job.folder / COST, cost)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process works in this folder; the lock of one that was killed is gone with it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class _Telling(Unobserved):
+    """Passes on the step count, now and then."""
+
+    def __init__(self, key: str, tell: Tell) -> None:
+        self._key, self._tell = key, tell
+        self._steps, self._told = 0, 0.0
+
+    def started(self, spec: RunSpec, steps: int) -> None:
+        self._steps = steps
+        self._tell(News(key=self._key, step=0, steps=steps))
+
+    def stepped(self, step: int, training_loss: float | None) -> None:
+        now = time.monotonic()
+        if now - self._told > _SECONDS_BETWEEN_NEWS:
+            self._told = now
+            self._tell(News(key=self._key, step=step, steps=self._steps))
+
+
+def machine() -> dict[str, Any]:
+    """What a time depends on besides the code."""
+    return {"cpu": cpu(), "cores": os.cpu_count(), "torch": version("torch"), "pmlf": version("dp-pmlf")}
+
+
+def cpu() -> str:
+    """The processor's name."""
+    file = Path("/proc/cpuinfo")
+    if file.exists():
+        for line in file.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

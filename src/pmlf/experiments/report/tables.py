@@ -1,0 +1,109 @@
+"""Tables of a record, as rows of plain values: for the page, Markdown and LaTeX alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pmlf.experiments.report.summary import Cell, Record, claimed, named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Measured mean and deviation over seeds in per cent, and what the paper claims for the same cell."""
+
+    mean: float | None
+    deviation: float | None
+    seeds: int
+    best: bool
+    claim: str | None
+
+    def measured(self, plus_minus: str = "±") -> str:
+        if self.mean is None:
+            return "-"
+        return f"{self.mean:.2f}" + ("" if self.deviation is None else f" {plus_minus} {self.deviation:.2f}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Rows are variants, columns epsilons, on one dataset with one model."""
+
+    title: str
+    epsilons: Sequence[float]
+    rows: Sequence[tuple[str, Sequence[Entry]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trials:
+    """What each rate of the grid reached on the held-out records, and the rate that was chosen."""
+
+    label: str
+    accuracies: Sequence[tuple[float, float]]
+    chosen: float | None
+
+    @property
+    def at_an_end(self) -> bool:
+        """Whether the best rate may lie outside the grid."""
+        rates = [rate for rate, _ in self.accuracies]
+        return self.chosen is not None and self.chosen in (min(rates), max(rates))
+
+
+def panels(record: Record) -> list[Panel]:
+    """A table a dataset and model."""
+    found = []
+    for dataset, model in dict.fromkeys((place.dataset, place.model) for place in record.places):
+        mine = [c for c in record.cells if (c.place.dataset, c.place.model) == (dataset, model)]
+        epsilons = sorted({cell.place.epsilon for cell in mine})
+        variants = list(dict.fromkeys(cell.variant for cell in mine))
+        cells = {(cell.variant, cell.place.epsilon): cell for cell in mine}
+        best = {
+            epsilon: max((c.mean for c in mine if c.place.epsilon == epsilon and c.mean is not None), default=None)
+            for epsilon in epsilons
+        }
+        rows = [
+            (variant, [_entry(record, cells.get((variant, epsilon)), best[epsilon]) for epsilon in epsilons])
+            for variant in variants
+        ]
+        found.append(Panel(title=f"{named(dataset)}, {named(model)}", epsilons=epsilons, rows=rows))
+    return found
+
+
+def trials(record: Record) -> list[Trials]:
+    """What tuning tried."""
+    return [
+        Trials(
+            label=f"{cell.place}: {cell.variant}",
+            accuracies=[(trial["lr"], 100 * trial["accuracy"]) for trial in cell.document["trials"]],
+            chosen=cell.document["lr"],
+        )
+        for cell in record.cells
+        if cell.document.get("trials")
+    ]
+
+
+def duration(seconds: float) -> str:
+    """Hours where there are some.
+
+    >>> duration(30), duration(90), duration(7260)
+    ('30 s', '1.5 min', '2.0 h')
+    """
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def _entry(record: Record, cell: Cell | None, best: float | None) -> Entry:
+    if cell is None:
+        return Entry(mean=None, deviation=None, seeds=0, best=False, claim=None)
+    claim = claimed(record.artifact, cell.place, cell.variant)
+    shown = None
+    if claim is not None:
+        about = "about " if claim.get("approximate") else ""
+        shown = f"{about}{claim['mean']:g}" + (f" ± {claim['std']:g}" if "std" in claim else "")
+    return Entry(
+        mean=cell.mean,
+        deviation=cell.deviation,
+        seeds=len(cell.runs),
+        best=cell.mean is not None and cell.mean == best,
+        claim=shown,
+    )

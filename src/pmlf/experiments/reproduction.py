@@ -1,0 +1,191 @@
+"""Run the cells of an artifact, by either protocol, and put what they left on record as one small JSON document."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pmlf.experiments.artifacts import PROTOCOLS, Artifact, Cell
+from pmlf.experiments.executors import Execute, Listener
+from pmlf.experiments.jobs import COST, RESULT, Job, News, finished, job
+from pmlf.experiments.spec import RunSpec
+from pmlf.files import write_json
+
+RUNS = "runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which runs an artifact needs, and where they are kept."""
+
+    artifact: Artifact
+    profile: str
+    protocol: str
+    out: Path
+    seeds: int | None = None  # None as many as each panel has
+    data_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.protocol not in PROTOCOLS:
+            raise ValueError(f"unknown protocol {self.protocol!r}: choose one of {', '.join(PROTOCOLS)}")
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        return self.artifact.cells(self.profile)
+
+    @property
+    def record_path(self) -> Path:
+        return self.out / f"{self.artifact.name}-{self.profile}-{self.protocol}.json"
+
+    @property
+    def command(self) -> str:
+        """What makes this record again."""
+        options = [f"--profile {self.profile}", f"--protocol {self.protocol}"]
+        if self.seeds is not None:
+            options.append(f"--seeds {self.seeds}")
+        return f"pmlf reproduce {self.artifact.name} {' '.join(options)}"
+
+    def final(self, cell: Cell, rate: float | None) -> list[RunSpec]:
+        """A run a seed, from 0 on."""
+        seeds = cell.panel.seeds if self.seeds is None else self.seeds
+        return [cell.run(seed, rate) for seed in range(seeds)]
+
+    def job(self, spec: RunSpec) -> Job:
+        return job(spec, self.out / RUNS, data_dir=self.data_dir)
+
+
+@dataclass(kw_only=True)
+class Errors:
+    """A listener that remembers what failed and passes everything on."""
+
+    listener: Listener
+    of: dict[str, str] = field(default_factory=dict)  # by the job's key
+
+    def expected(self, jobs: int) -> None:
+        self.listener.expected(jobs)
+
+    def began(self, job: Job) -> None:
+        self.listener.began(job)
+
+    def advanced(self, news: News) -> None:
+        self.listener.advanced(news)
+
+    def ended(self, job: Job, error: str | None) -> None:
+        if error is not None:
+            self.of[job.key] = f"{job.label}: {error}"
+        self.listener.ended(job, error)
+
+
+def reproduce(plan: Plan, execute: Execute, listener: Listener) -> list[str]:
+    """Carry out what is not finished yet, write the record, and return what failed, a line each."""
+    errors = Errors(listener=listener)
+    if plan.protocol == "tuned":
+        _execute(plan, [trial for cell in plan.cells for trial in cell.trials()], execute, errors)
+    specs = []
+    for cell in plan.cells:
+        if plan.protocol == "shared":
+            specs += plan.final(cell, None)
+        elif (rate := chosen_rate(plan, cell)) is not None:  # a cell whose trials failed has no final run
+            specs += plan.final(cell, rate)
+    _execute(plan, specs, execute, errors)
+    write_record(plan)
+    return list(errors.of.values())
+
+
+def chosen_rate(plan: Plan, cell: Cell) -> float | None:
+    """The learning rate of the best trial, the smaller of two equal ones; None unless all trials are there."""
+    accuracies: dict[float, float] = {}
+    for trial in cell.trials():
+        run = read_run(plan.job(trial))
+        if run is None:
+            return None
+        accuracies[trial.lr] = run["accuracy"]
+    return max(sorted(accuracies), key=lambda rate: accuracies[rate])
+
+
+def write_record(plan: Plan) -> dict[str, Any]:
+    """What the folders hold of a plan, finished runs alone, as a document beside them."""
+    certificates: dict[str, Any] = {}
+    cells = []
+    for cell in plan.cells:
+        rate = chosen_rate(plan, cell) if plan.protocol == "tuned" else cell.panel.setting.lr
+        setting = cell.panel.setting
+        final = [] if rate is None else plan.final(cell, rate)
+        document = {
+            "dataset": setting.dataset,
+            "model": setting.model,
+            "variant": cell.variant.label,
+            "method": cell.variant.method,
+            "value": cell.variant.value,
+            "target_epsilon": cell.epsilon,
+            "lr": rate,
+            "records": setting.records,
+            "batch_size": setting.batch_size,
+            "epochs": setting.epochs,
+            "steps": setting.steps,
+            "planned_seeds": cell.panel.seeds if plan.seeds is None else plan.seeds,
+            "runs": _runs(plan, final, certificates),
+        }
+        if plan.protocol == "tuned":
+            document["trials"] = _runs(plan, cell.trials(), certificates)
+        cells.append(document)
+    record = {
+        "artifact": plan.artifact.name,
+        "title": plan.artifact.title,
+        "axis": plan.artifact.axis,
+        "profile": plan.profile,
+        "protocol": plan.protocol,
+        "command": plan.command,
+        "cells": cells,
+        "certificates": certificates,
+    }
+    plan.out.mkdir(parents=True, exist_ok=True)
+    write_json(plan.record_path, record)
+    return record
+
+
+def read_run(job: Job) -> dict[str, Any] | None:
+    """What a finished run left, in short; None if there is none."""
+    if not finished(job.folder):
+        return None
+    result = json.loads((job.folder / RESULT).read_text())
+    evaluations = result["evaluations"]
+    certificate = json.loads((job.folder / "certificate.json").read_text())
+    cost = job.folder / COST
+    return {
+        "key": job.key,
+        "seed": job.spec.seed,
+        "lr": job.spec.lr,
+        "split": result["split"],
+        "accuracy": result["test_accuracy"],
+        "curve": [[evaluation["epoch"], evaluation["test_accuracy"]] for evaluation in evaluations],
+        "epsilon": result["epsilon"],
+        "delta": result["delta"],
+        "noise_multiplier": result["noise_multiplier"],
+        "steps": result["steps"],
+        "certificate": certificate,
+        "cost": json.loads(cost.read_text()) if cost.is_file() else None,
+    }
+
+
+def _execute(plan: Plan, specs: Sequence[RunSpec], execute: Execute, errors: Errors) -> None:
+    """Those that are not finished, each once."""
+    jobs = {job.key: job for job in map(plan.job, specs)}
+    left = [job for job in jobs.values() if not finished(job.folder)]
+    errors.expected(len(left))
+    execute(left, errors)
+
+
+def _runs(plan: Plan, specs: Sequence[RunSpec], certificates: dict[str, Any]) -> list[dict[str, Any]]:
+    """Finished runs, each with the name of its certificate: seeds of a cell share one."""
+    found = [run for run in (read_run(plan.job(spec)) for spec in specs) if run is not None]
+    for run in found:
+        text = json.dumps(run["certificate"], sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:12]
+        certificates[name] = run["certificate"]
+        run["certificate"] = name
+    return found

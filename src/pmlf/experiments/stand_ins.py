@@ -1,0 +1,72 @@
+"""Made-up texts and a small RoBERTa of random weights, for the smoke profile of an artifact that needs GLUE."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pmlf.experiments.spec import RunSpec, TextOptions
+
+TEXTS = "made-up-texts"
+TEXT_MODEL = "small-roberta"
+_LABELS = ("bad", "good")
+_WORDS = ("a", "film", "plot", "that", "is", "never", "always", "dull", "bright", "slow", "alive")
+_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+_TEXTS_A_SPLIT = 32
+
+
+def in_place(spec: RunSpec, folder: Path) -> RunSpec:
+    """The same run on stand-ins made in this folder, where its spec names them; any other spec as it is."""
+    if spec.dataset != TEXTS:
+        return spec
+    texts, model = folder / TEXTS, folder / TEXT_MODEL
+    if not model.is_dir():
+        _write_texts(texts)
+        _write_model(model)
+    columns = TextOptions(text_column="text", labels=_LABELS)
+    return replace(spec, dataset=str(texts), model=str(model), text=columns)
+
+
+def _write_texts(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for offset, split in enumerate(("train", "test")):
+        with (folder / f"{split}.csv").open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(("text", "label"))
+            for number in range(offset, offset + _TEXTS_A_SPLIT):
+                words = [_WORDS[(number * step + step) % len(_WORDS)] for step in range(1, 3 + number % 5)]
+                rows.writerow((" ".join(words), _LABELS[number % len(_LABELS)]))
+
+
+def _write_model(folder: Path) -> None:
+    from pmlf.models.seeding import seeded
+
+    transformers, tokenizers = _libraries()
+    vocabulary = {word: index for index, word in enumerate((*_SPECIAL, *_WORDS))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    config = transformers.RobertaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        pad_token_id=vocabulary["<pad>"],
+    )
+    with seeded(0):
+        transformers.RobertaForSequenceClassification(config).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", model_max_length=24
+    ).save_pretrained(folder)
+
+
+def _libraries() -> tuple[Any, Any]:
+    try:
+        import tokenizers
+        import transformers
+    except ImportError as error:
+        raise ValueError("table-2 needs the package transformers: pip install 'dp-pmlf[text]'") from error
+    return transformers, tokenizers
