@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pmlf import Augmentation, PrivateStep, methods
 from pmlf.batches import select
-from zoo import CASES, Checkpointed, classify, images, make
+from zoo import Checkpointed, classify, images
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
 
@@ -343,14 +343,12 @@ def test_reentrant_checkpointing_is_refused() -> None:
         step.accumulate(images(6)(5))
 
 
-def test_a_model_in_half_precision_autocast_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_half_precision_autocast_sums_in_float32() -> None:
     def autocast_loss(model: Any, batch: Any) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return classify(model, batch)
 
-    model = make("vit")
-    step, exact = build(model, CASES["vit"].loss), build(copy.deepcopy(model), CASES["vit"].loss)
-    linear = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))  # convolutions in bfloat16 may not run everywhere
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
     step, exact = build(linear, autocast_loss, method="dp-pmlf"), build(copy.deepcopy(linear), method="dp-pmlf")
     for one in (step, exact):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=one is step):  # outer autocast: its cache is kept out

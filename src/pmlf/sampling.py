@@ -81,7 +81,7 @@ class PoissonBatches:
         self.rate = expected_batch_size / self.population
         self._dataset = dataset
         self._randomness = randomness
-        self._physical = max_physical_batch_size
+        self.max_physical_batch_size = max_physical_batch_size
         self._collate_fn = collate_fn
         self._num_workers = num_workers
         self._device = torch.device(device)
@@ -111,7 +111,8 @@ class PoissonBatches:
         chosen = self._randomness.stream("sampling", step).chosen(self.population, self.rate)
         if self._lengths is not None:
             chosen = chosen[np.argsort(self._lengths[chosen], kind="stable")]
-        return [chosen[i : i + self._physical] for i in range(0, len(chosen), self._physical)]
+        size = self.max_physical_batch_size
+        return [chosen[i : i + size] for i in range(0, len(chosen), size)]
 
 
 class _Draws:

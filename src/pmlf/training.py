@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import default_collate
 
 from pmlf import accounting
 from pmlf.accounting import Event
@@ -26,6 +28,7 @@ from pmlf.methods import Method
 from pmlf.momentum import Clipping
 from pmlf.noise import Randomness, SecureRandomness, SeededRandomness
 from pmlf.sampling import LogicalBatch, PoissonBatches, population
+from pmlf.sizing import EXAMPLES, physical_batch_size
 from pmlf.spending import Spending, continued_noise
 from pmlf.step import Augmentation, PrivateStep
 
@@ -45,7 +48,7 @@ def make_private(
     steps: int | None = None,
     clip_norm: float = 1.0,
     clipping: Clipping = "flat",
-    max_physical_batch_size: int = 256,
+    max_physical_batch_size: int | Literal["auto"] = 256,
     seed: int | None = None,
     scheduler: LRScheduler | None = None,
     ema: float | None = None,
@@ -63,6 +66,7 @@ def make_private(
     takes (model, batch) and returns one loss a sample. The noise is calibrated to `target_epsilon`, or given.
     `seed=None` means cryptographic noise and sampling; a seed makes the run reproducible, and so not fit for release.
     `secure_noise` hardens the noise against floating-point attacks (a mitigation, at a few per cent of a step).
+    `max_physical_batch_size="auto"` takes a size that fits memory and is fast, measured once on synthetic inputs.
     `scheduler.step()` is called once after every step. `ema` is the decay of an average of the released parameters,
     at no privacy cost (`PrivateRun.averaged_model`). `lengths`, a number a record, has records of like length share a
     micro-batch, for less padding; the draw and the step stay what they are. Every step is written to the `ledger`
@@ -114,6 +118,11 @@ def make_private(
         augmentation=augmentation,
         secure_noise=secure_noise,
     )
+    if max_physical_batch_size == "auto":
+        first = [dataset[index] for index in range(min(EXAMPLES, records))]
+        example = (collate_fn or default_collate)(first)
+        most = math.ceil(batch_size + 4 * math.sqrt(batch_size))  # hardly any draw is larger
+        max_physical_batch_size = physical_batch_size(private_step, example, most=min(most, records))
     sampler = PoissonBatches(
         dataset,
         expected_batch_size=batch_size,
@@ -177,6 +186,11 @@ class PrivateRun:
     @property
     def steps_done(self) -> int:
         return self.private_step.releases
+
+    @property
+    def max_physical_batch_size(self) -> int:
+        """How many records are in memory at once."""
+        return self._sampler.max_physical_batch_size
 
     @property
     def steps_per_epoch(self) -> int:

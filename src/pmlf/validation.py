@@ -19,6 +19,7 @@ from pmlf.batches import batch_size, select, tensors_of, to_dtype
 from pmlf.capture import LossFunction, Plan, capture, per_sample_loss
 from pmlf.factors import Factors
 from pmlf.gradients import SumBuffers, Workspace, squared_norms
+from pmlf.half_precision import deadly_bfloat16_refused
 from pmlf.momentum import SampleMomentum, clip_factors
 from pmlf.noise import SeededRandomness, torch_seeded
 
@@ -230,7 +231,11 @@ def undisturbed(model: nn.Module, *, training: bool, seed: int = 0) -> Iterator[
     for module in modes:
         module.training = training and modes[module] and not isinstance(module, _DropoutNd)
     try:
-        with torch.enable_grad(), torch_seeded(SeededRandomness(seed).stream("check"), device):
+        with (
+            torch.enable_grad(),
+            torch_seeded(SeededRandomness(seed).stream("check"), device),
+            deadly_bfloat16_refused(),
+        ):
             yield
     finally:
         for module, mode in modes.items():

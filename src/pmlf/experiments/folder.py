@@ -52,7 +52,7 @@ class RunFolder:
         """Claim the name."""
         self._made = [parent for parent in self.path.parents if not parent.exists()]
         self.path.mkdir(parents=True)
-        self._write_spec(spec)
+        self.write_spec(spec)
 
     def remove(self) -> None:
         """Leave nothing behind: neither the folder nor those that were made for it."""
@@ -111,7 +111,7 @@ class RunFolder:
         """The results so far are withdrawn: the certificate would soon say too little."""
         for name in ("certificate.json", "certificate.html", "result.json"):
             (self.path / name).unlink(missing_ok=True)
-        self._write_spec(spec)
+        self.write_spec(spec)
 
     def write_metrics(self, evaluations: Sequence[Evaluation]) -> None:
         lines = [json.dumps(evaluation.to_json()) + "\n" for evaluation in evaluations]
@@ -137,7 +137,7 @@ class RunFolder:
         if not result.interrupted:
             self._checkpoint.unlink(missing_ok=True)
 
-    def _write_spec(self, spec: RunSpec) -> None:
+    def write_spec(self, spec: RunSpec) -> None:
         write_atomically(self.path / "spec.json", spec.to_json().encode())
 
     def _write_weights(self, name: str, model: nn.Module) -> None:
@@ -146,10 +146,10 @@ class RunFolder:
 
 
 def continued(stored: RunSpec, asked: RunSpec) -> RunSpec:
-    """The stored spec with the epochs or steps asked for. What is left to a default is as it was."""
+    """The stored spec with the epochs or steps asked for. What is left open is as it was."""
     changes: dict[str, Any] = {}
     for name, value in vars(asked).items():
-        if name != "options" and value is not None and value != getattr(stored, name):
+        if name != "options" and value not in (None, "auto") and value != getattr(stored, name):
             changes[name] = value
     for name, value in vars(asked.options).items():
         if value is not None and value != getattr(stored.options, name):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,9 @@ def run(
         with progress.same_threads(), Ledger(progress.ledger, dataset=spec.dataset, run=progress.run) as book:
             losses = _LossMeter() if show_sensitive else None
             private = _prepare(spec, task, losses, book)
+            if spec.max_physical_batch_size == "auto":
+                spec = replace(spec, max_physical_batch_size=private.max_physical_batch_size)
+                folder.write_spec(spec)
             check_model(private.model, task, spec, show_check)
             if saved is not None:
                 _restore(private, saved["run"])
@@ -264,14 +267,17 @@ def _restore(private: PrivateRun, state: dict[str, Any]) -> None:
 
 
 def _prepare(spec: RunSpec, task: Task, losses: _LossMeter | None, ledger: Ledger) -> PrivateRun:
+    device = _device(spec.device)
+
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        loss = task.losses(model, batch)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=spec.autocast):
+            loss = task.losses(model, batch)
         if losses:
             losses.add(loss)
         return loss
 
     method = spec.build_method()
-    model = task.model.to(_device(spec.device))
+    model = task.model.to(device)
     assert spec.delta is not None
     return make_private(
         model=model,

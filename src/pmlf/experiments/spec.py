@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import tyro
 
@@ -186,8 +186,12 @@ class Setting(Budget):
     """Make every Gaussian from four, against attacks on the last bits of floating-point noise.
     A mitigation, not a proof; it costs a few per cent of a step at most."""
 
-    max_physical_batch_size: int = 256
-    """Records in memory at once. Changes memory and speed, nothing else."""
+    max_physical_batch_size: int | Literal["auto"] = 256
+    """Records in memory at once: a number, or auto for what fits memory and is fast, measured once at the start.
+    Changes memory and speed, and results by rounding alone."""
+
+    autocast: bool = False
+    """Run the model in bfloat16 where torch.autocast does; norms, sums and noise stay in float32."""
 
     device: str = "cpu"
     """Where to train: cpu, cuda, cuda:1, mps."""
