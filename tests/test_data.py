@@ -288,6 +288,8 @@ def test_a_folder_of_ones_own_has_its_folders_as_classes(tmp_path: Path) -> None
     assert (loaded.classes, loaded.in_channels, loaded.image_size) == (3, 3, 16)
     assert loaded.train.labels.tolist() == [0, 0, 1, 1, 2, 2]
     assert loaded.test.images[:, 0, 0, 0].tolist() == [0, 1, 50, 51, 100, 101]
+    (tmp_path / "own" / "train" / "ant").mkdir()  # a class without an image yet moves the others' labels
+    assert data.load(str(tmp_path / "own")).test.labels.tolist() == [1, 1, 2, 2, 3, 3]
 
 
 def test_a_folder_of_ones_own_says_what_is_wrong_with_it(tmp_path: Path) -> None:
@@ -298,6 +300,9 @@ def test_a_folder_of_ones_own_says_what_is_wrong_with_it(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="an image of 'mixed' is 20x20 where 16x16 is expected: mend the folder"):
         data.load(str(tmp_path / "mixed"))
     write_folder(tmp_path / "own", {"cat": 16, "dog": 16})
+    (tmp_path / "own" / "train" / "cat" / "0.png").write_bytes(b"not an image")
+    with pytest.raises(ValueError, match="an image of 'own' cannot be decoded: mend the folder"):
+        data.load(str(tmp_path / "own"))
     (tmp_path / "own" / "test" / "dog").rename(tmp_path / "own" / "test" / "hog")
     with pytest.raises(ValueError, match=r"hog' is of no class that .*train' has: \['cat', 'dog'\]"):
         data.load(str(tmp_path / "own"))

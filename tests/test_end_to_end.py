@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 
 from pmlf import cli, data
+from pmlf.models.text import load_classifier
 from twins import sentences, write_glue, write_images, write_table, write_text_model
 
 IMAGES = ["mnist", "fashion-mnist", "cifar10", "cifar100"]
@@ -75,6 +76,8 @@ def test_texts(dataset: str, rank: list[str], data_dir: Path, text_model: Path, 
     for score in scores.values():
         assert score["records"] == 40 and len(score["per_class"]) == spec.classes
         assert ("f1" in score) == (dataset == "qqp") and not math.isnan(score.get("f1", 0.0))
+    again = load_classifier(str(text_model), classes=spec.classes, lora_rank=2 if rank else None).model
+    again.load_state_dict(safetensors.torch.load_file(tmp_path / "run" / "model.safetensors"))
 
 
 def test_a_table_and_images_of_ones_own(text_model: Path, tmp_path: Path) -> None:

@@ -135,6 +135,9 @@ def test_errors_of_tables_say_what_is_wrong(tokenizers: dict[str, Any], tmp_path
     (tmp_path / "notes.txt").write_text("text")
     with pytest.raises(ValueError, match=r"notes.txt' is no table of training records: give a .parquet, .csv"):
         data.load_text(str(tmp_path / "notes.txt"), columns=data.Columns(text="text", labels=("0", "1")))
+    (tmp_path / "empty.csv").write_text("text,label\n")
+    with pytest.raises(ValueError, match=r"'empty.csv' has no record in 'train': mend the file"):
+        tokenise(tmp_path / "empty.csv", tokenizer)
     (tmp_path / "broken.parquet").write_bytes(b"not a parquet file")
     with pytest.raises(ValueError, match=r"a file of 'broken.parquet' cannot be read: mend the file"):
         tokenise(tmp_path / "broken.parquet", tokenizer)

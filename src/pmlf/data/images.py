@@ -174,13 +174,16 @@ def _from_folder(folder: Path) -> tuple[ImageSpec, list[_Pair]]:
     for path in (path for paths in files.values() for path in paths):
         if path.parent.name not in classes:
             raise ValueError(f"{str(path.parent)!r} is of no class that {str(folder / 'train')!r} has: {classes}")
-    with Image.open(files["train"][0]) as first:
-        size = first.height
-    spec = ImageSpec(
-        hub_id=folder.name, classes=len(classes), in_channels=3, image_size=size, mean=(0.5,) * 3, std=(0.5,) * 3,
-        mirrors=True,
-    )  # fmt: skip
     source = Source(name=folder.name, files=files, advice="mend the folder")
+    spec = ImageSpec(
+        hub_id=folder.name,
+        classes=len(classes),
+        in_channels=3,
+        image_size=_decode(source, files["train"][0].read_bytes()).height,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+        mirrors=True,
+    )
 
     def encoded(split: str) -> _Encoded:
         for start in range(0, len(files[split]), ROWS_PER_READ):
@@ -188,11 +191,14 @@ def _from_folder(folder: Path) -> tuple[ImageSpec, list[_Pair]]:
             labels = [classes.index(path.parent.name) for path in part]
             yield [path.read_bytes() for path in part], np.array(labels, dtype=np.int64)
 
-    return spec, [_decoded(spec, source, split, encoded) for split in SPLITS]
+    def labelled(split: str) -> tuple[Any, ...]:
+        return (classes, [path.parent.name for path in files[split]])  # which the files' contents do not tell
+
+    return spec, [_decoded(spec, source, split, encoded, *labelled(split)) for split in SPLITS]
 
 
-def _decoded(spec: ImageSpec, source: Source, split: str, encoded: Callable[[str], _Encoded]) -> _Pair:
-    """A split's images and labels, checked: from the cache, or decoded into it."""
+def _decoded(spec: ImageSpec, source: Source, split: str, encoded: Callable[[str], _Encoded], *also: Any) -> _Pair:
+    """A split's images and labels, checked: from the cache, or decoded into it; `also` is part of its key."""
 
     def make(arrays: Arrays) -> None:
         for images, labels in encoded(split):
@@ -200,17 +206,13 @@ def _decoded(spec: ImageSpec, source: Source, split: str, encoded: Callable[[str
             arrays.append("images", np.stack([_pixels(spec, source, image) for image in images]))
             arrays.append("labels", labels.astype(np.int64))
 
-    names = [file.parent.name for file in source.files_of(split)]  # of the classes, in a folder of one's own
-    arrays = cached(source.digest(split, "images", spec, names), make)
+    arrays = cached(source.digest(split, "images", spec, *also), make)
     return arrays["images"], arrays["labels"]
 
 
 def _pixels(spec: ImageSpec, source: Source, encoded: bytes) -> NDArray[np.uint8]:
-    try:
-        with Image.open(io.BytesIO(encoded)) as image:
-            pixels = np.asarray(image.convert("L" if spec.in_channels == 1 else "RGB"))  # (H, W) or (H, W, 3)
-    except OSError as error:
-        raise ValueError(f"an image of {source.name!r} cannot be decoded: {source.advice} ({error})") from error
+    image = _decode(source, encoded)
+    pixels = np.asarray(image.convert("L" if spec.in_channels == 1 else "RGB"))  # (H, W) or (H, W, 3)
     height, width = pixels.shape[:2]
     if height != spec.image_size or width != spec.image_size:
         raise ValueError(
@@ -218,6 +220,15 @@ def _pixels(spec: ImageSpec, source: Source, encoded: bytes) -> NDArray[np.uint8
             f"is expected: {source.advice}"
         )
     return pixels.reshape(height, width, spec.in_channels).transpose(2, 0, 1)  # (C, H, W)
+
+
+def _decode(source: Source, encoded: bytes) -> Image.Image:
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            image.load()
+    except (OSError, SyntaxError) as error:  # the latter is Pillow's for a broken PNG
+        raise ValueError(f"an image of {source.name!r} cannot be decoded: {source.advice} ({error})") from error
+    return image
 
 
 def _check_labels(spec: ImageSpec, source: Source, labels: NDArray[Any]) -> None:

@@ -47,24 +47,26 @@ class Source:
             rows = load_dataset(
                 reader, data_files=[str(file) for file in files], split="train", streaming=True, **options
             )
-            yield from self._checked(rows.with_format("arrow").iter(batch_size=ROWS_PER_READ), columns)
-        except _MissingColumn as error:
+            yield from self._checked(split, rows.with_format("arrow").iter(batch_size=ROWS_PER_READ), columns)
+        except _Refused as error:
             raise ValueError(str(error)) from None
         except Exception as error:  # whose class depends on the reader: Arrow's, pandas's, the library's own
             raise ValueError(f"a file of {self.name!r} cannot be read: {self.advice} ({_first_line(error)})") from error
 
-    def _checked(self, tables: Iterator[Any], columns: Sequence[str]) -> Iterator[Any]:
+    def _checked(self, split: str, tables: Iterator[Any], columns: Sequence[str]) -> Iterator[Any]:
+        rows = 0
         for table in tables:
+            rows += table.num_rows
             for column in columns:
                 if column not in table.column_names:
-                    raise _MissingColumn(
-                        f"{self.name!r} has columns {table.column_names} but no {column!r}: {self.advice}"
-                    )
+                    raise _Refused(f"{self.name!r} has columns {table.column_names} but no {column!r}: {self.advice}")
             yield table
+        if rows == 0:
+            raise _Refused(f"{self.name!r} has no record in {split!r}: {self.advice}")
 
 
-class _MissingColumn(Exception):
-    pass
+class _Refused(Exception):
+    """What was read can be read, and is not what is needed: a sentence of its own."""
 
 
 def hub_source(hub_id: str, data_dir: str | Path | None = None, config: str = "") -> Source:
