@@ -194,13 +194,25 @@ def test_a_constant_comes_out_as_it_went_in_however_long_the_run() -> None:
         assert memory.step == 20_000
 
 
-def test_results_live_in_the_given_tensors_and_identity_leaves_them_alone() -> None:
-    for low_pass in (LowPass(), LowPass((-0.9,), (0.1,))):
-        values = [torch.ones(3), torch.zeros(2)]
-        results = FilterMemory(low_pass).apply(values)
-        assert all(result is value for result, value in zip(results, values, strict=True))
-    value = torch.tensor([1.5])
-    assert FilterMemory(LowPass()).apply([value])[0].item() == 1.5
+@pytest.mark.parametrize("low_pass", FILTERS, ids=str)
+def test_a_result_is_never_memory_of_the_filter(low_pass: LowPass) -> None:
+    memory = FilterMemory(low_pass)
+    kept, copies = [], []
+    for _ in range(4):
+        (result,) = memory.apply([torch.randn(5, dtype=torch.float64)])
+        kept.append(result)
+        copies.append(result.clone())
+    for result, then in zip(kept, copies, strict=True):
+        assert torch.equal(result, then)
+
+
+def test_a_scale_is_applied_to_the_input() -> None:
+    inputs = torch.randn(6, 4, dtype=torch.float64)
+    for low_pass in FILTERS:
+        scaled, plain = FilterMemory(low_pass), FilterMemory(low_pass)
+        for value in inputs:
+            (one,), (other,) = scaled.apply([value.clone()], scale=0.25), plain.apply([0.25 * value])
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("low_pass", FILTERS, ids=str)

@@ -237,7 +237,7 @@ def test_a_changed_set_of_trainable_parameters_is_an_error() -> None:
 def test_an_interrupted_release_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     step = build(small(), noise_multiplier=1.0)
 
-    def interrupted(values: Any) -> Any:
+    def interrupted(values: Any, scale: float) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(step._filter, "apply", interrupted)

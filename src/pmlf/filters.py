@@ -210,24 +210,29 @@ class FilterMemory:
         self._memory: list[list[Tensor]] | None = None  # one list of `order` tensors per parameter
 
     @torch.no_grad()
-    def apply(self, values: list[Tensor]) -> list[Tensor]:
-        """vbar_t in, mhat_t out: `values` are overwritten, and the result lives in the same tensors."""
+    def apply(self, values: list[Tensor], *, scale: float = 1.0) -> list[Tensor]:
+        """scale * values is vbar_t, the result mhat_t. `values` are taken over: their memory is the filter's now, and
+        the result lives in what was the filter's, so that nothing is allocated and each number is touched few times."""
         if self.low_pass.identity:
             self.step += 1
-            return values
+            return [value.mul_(scale) for value in values]
         memory = self._memory_for(values)
         correction = self._advance_correction()
+        results = []
         for value, tensors in zip(values, memory, strict=True):
-            output = value * self._b[0]
             if tensors:
-                freed = tensors.pop(0)
-                output += freed
+                output = tensors.pop(0).add_(value, alpha=self._b[0] * scale)
                 for r, tensor in enumerate(tensors, start=1):
-                    tensor.add_(value, alpha=self._b[r]).add_(output, alpha=-self._a[r])
-                tensors.append(torch.mul(value, self._b[-1], out=freed).add_(output, alpha=-self._a[-1]))
-            torch.div(output, correction, out=value)
+                    tensor.add_(value, alpha=self._b[r] * scale).add_(output, alpha=-self._a[r])
+                if self._b[-1] == 0.0:
+                    tensors.append(torch.mul(output, -self._a[-1], out=value))
+                else:
+                    tensors.append(value.mul_(self._b[-1] * scale).add_(output, alpha=-self._a[-1]))
+            else:
+                output = value.mul_(self._b[0] * scale)
+            results.append(output.div_(correction))
         self.step += 1
-        return values
+        return results
 
     def _advance_correction(self) -> float:
         """c_t: the same recursion on an input of ones; 1 for an uncorrected filter."""

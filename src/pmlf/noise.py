@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 from torch import Tensor
 
-CHUNK = 1 << 18  # Gaussians made at a time: the work arrays stay in cache
+CHUNK = 1 << 17  # Gaussians made at a time: the work arrays stay in cache
 SUMMANDS = 4  # Gaussians in a hardened one
 _ZEROS = bytes(8 * CHUNK)
 _MANTISSA = (1 << 52) - 1
@@ -35,9 +35,11 @@ class Stream:
 
     def words(self, count: int) -> NDArray[np.uint64]:
         """The next `count` uniform 64-bit words."""
-        found = np.empty(count, dtype=np.uint64)
+        return self._fill(np.empty(count, dtype=np.uint64))
+
+    def _fill(self, found: NDArray[np.uint64]) -> NDArray[np.uint64]:
         room = memoryview(found.data).cast("B")
-        for start in range(0, 8 * count, 8 * CHUNK):
+        for start in range(0, len(room), 8 * CHUNK):
             part = room[start : start + 8 * CHUNK]
             self._cipher.update_into(_ZEROS[: len(part)], part)
         return found
@@ -69,25 +71,39 @@ class Stream:
         if not tensor.is_contiguous():
             raise ValueError("noise is added to contiguous tensors only")
         flat = tensor.detach().view(-1)
+        work = _Work(min(CHUNK, flat.numel()), SUMMANDS if hardened else 1)
         for start in range(0, flat.numel(), CHUNK):
             target = flat[start : start + CHUNK]
-            noise = self._gaussians(target.numel())
+            noise = self._gaussians(target.numel(), work, 0)
             if hardened:
-                for _ in range(SUMMANDS - 1):
-                    noise += self._gaussians(target.numel())
+                for summand in range(1, SUMMANDS):
+                    noise += self._gaussians(target.numel(), work, summand)
                 noise *= std / math.sqrt(SUMMANDS)
                 target.copy_(noise.add_(target.cpu()))  # not every device has float64
             else:
                 target.add_(noise.to(target), alpha=std)
 
-    def _gaussians(self, count: int) -> Tensor:
+    def _gaussians(self, count: int, work: _Work, summand: int) -> Tensor:
+        """Standard normal numbers, in one of the work arrays."""
         pairs = (count + 1) // 2
-        bits = torch.from_numpy(self.words(2 * pairs).view(np.int64))
+        bits = torch.from_numpy(self._fill(work.words[: 2 * pairs]).view(np.int64))
         uniforms = bits.bitwise_and_(_MANTISSA).bitwise_or_(_ONE).view(torch.float64)  # in [1, 2)
         # 2 - u lies in (0, 1]: the logarithm is finite.
         radius = uniforms[:pairs].neg_().add_(2.0).log_().mul_(-2.0).sqrt_()
         angle = uniforms[pairs:].mul_(2.0 * math.pi)
-        return torch.cat([radius * angle.cos(), angle.sin_().mul_(radius)])[:count]
+        found = work.gaussians[min(summand, 1)]
+        torch.cos(angle, out=found[:pairs]).mul_(radius)
+        torch.sin(angle, out=found[pairs : 2 * pairs]).mul_(radius)
+        return found[:count]
+
+
+class _Work:
+    """Arrays to make Gaussians in, used again for every chunk: fresh pages cost more than the arithmetic."""
+
+    def __init__(self, count: int, summands: int) -> None:
+        even = count + count % 2
+        self.words = np.empty(even, dtype=np.uint64)
+        self.gaussians = torch.empty(min(summands, 2), even, dtype=torch.float64)  # the sum so far, and the next
 
 
 @dataclass(frozen=True)

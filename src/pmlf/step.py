@@ -195,11 +195,11 @@ class PrivateStep:
             if self.noise_multiplier > 0.0:
                 std = self.noise_multiplier * self.clip_norm
                 noise.add_gaussian_(value, std, hardened=self.secure_noise)
-            value.div_(self.expected_batch_size)
         self._history.remember(parameters)
-        for parameter, filtered in zip(parameters, self._filter.apply(values), strict=True):
-            parameter.grad = filtered.to(parameter.dtype)
-        self._sums.give_away(sums)  # it is p.grad now: no later sum is written where the caller can see it
+        filtered = self._filter.apply(values, scale=1 / self.expected_batch_size)
+        for parameter, value in zip(parameters, filtered, strict=True):
+            parameter.grad = value.to(parameter.dtype)
+        self._sums.give_away(sums)  # to the filter or p.grad: no later sum is written where somebody can see it
         self._pending = None
         self._releases += 1
         self._torn = False
