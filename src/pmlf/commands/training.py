@@ -83,6 +83,11 @@ class Train(TrainingCommand):
     agreement with autograd, cost of every layer. It is sensitive: for a terminal alone, and written nowhere.
     Without it the model is checked too, silently, on synthetic inputs of the same shapes."""
 
+    diagnostics: bool = False
+    """Also measure what the theory assumes, on 256 training records before every step, and write diagnostics.json.
+    Gradients before the noise: sensitive, and epsilon does not cover it. For public data; needs --seed.
+    `pmlf report` shows it."""
+
     def execute(self) -> int:
         from pmlf.experiments import runner
 
@@ -92,6 +97,8 @@ class Train(TrainingCommand):
                 "a pipe"
             )
         self.warn()
+        if self.diagnostics:
+            say(f"warning: diagnostics of gradients are recorded, {SENSITIVE_NOTE}")
         spec, out = self._continued(self.resume) if self.resume else self._new()
         console = Console(stderr=True)
         with display.train_progress(console) as observer:
@@ -104,6 +111,7 @@ class Train(TrainingCommand):
                 resume=self.resume is not None,
                 ledger=self.ledger,
                 checkpoint_every=self.checkpoint_every,
+                diagnostics=self.diagnostics,
                 show_check=partial(_print_check, console) if self.check_on_data else None,
             )
         self.show(result.to_json(), display.run_summary(result))

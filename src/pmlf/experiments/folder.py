@@ -3,6 +3,7 @@
 spec.json          what the run is
 ledger.jsonl       what it has spent, unless it shares a ledger elsewhere
 checkpoint.safetensors     where to go on; gone when the run is finished
+diagnostics.json   on demand, and sensitive
 metrics.jsonl, model.safetensors (model-ema), certificate.json, certificate.html, result.json     when it has ended
 """
 
@@ -124,12 +125,15 @@ class RunFolder:
         if averaged is not None:
             self._write_weights("model-ema.safetensors", averaged)
 
-    def write_certificate(self, private: PrivateRun, sensitive_shown: bool) -> None:
+    def write_certificate(self, private: PrivateRun, also_not_accounted_for: Sequence[str]) -> None:
         """What was spent until now."""
         certificate = private.certificate()
-        if sensitive_shown:
-            certificate["not_accounted_for"].append("the training loss, shown and recorded on demand")
+        certificate["not_accounted_for"] += also_not_accounted_for
         write_json(self.path / "certificate.json", certificate)
+
+    def write_diagnostics(self, document: Mapping[str, Any]) -> None:
+        """Sensitive: there only on demand."""
+        write_json(self.path / "diagnostics.json", document)
 
     def write_result(self, result: RunResult) -> None:
         """The last thing a run does; a finished one needs its checkpoint no more."""

@@ -30,6 +30,7 @@ class Progress:
     torch_version: str
     seconds: float = 0.0
     sensitive_shown: bool = False
+    diagnosed: bool = False
     evaluations: list[Evaluation] = field(default_factory=list)
 
     @staticmethod
@@ -43,6 +44,15 @@ class Progress:
             threads=torch.get_num_threads(),
             torch_version=torch.__version__,
         )
+
+    @property
+    def not_accounted_for(self) -> list[str]:
+        """What was shown of the private records on demand: the certificate names it."""
+        shown = {
+            "the training loss, shown and recorded on demand": self.sensitive_shown,
+            "diagnostics of gradients before the noise, recorded on demand": self.diagnosed,
+        }
+        return [name for name, there in shown.items() if there]
 
     def to_state(self) -> dict[str, Any]:
         return {

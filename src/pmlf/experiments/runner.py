@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from pmlf.arguments import require_count
 from pmlf.experiments import tasks
 from pmlf.experiments.checking import check_model
+from pmlf.experiments.diagnostics import Probe
 from pmlf.experiments.folder import RunFolder, continued
 from pmlf.experiments.progress import Progress
 from pmlf.experiments.results import Evaluation, Observer, RunResult, Unobserved, comparison_json
@@ -44,6 +45,7 @@ def run(
     resume: bool = False,
     ledger: Path | None = None,
     checkpoint_every: int | None = None,
+    diagnostics: bool = False,
     show_check: Callable[[Checked], None] | None = None,
 ) -> RunResult:
     """Train as `spec` says, evaluate once an epoch, and leave the results in the new folder `out`.
@@ -58,6 +60,8 @@ def run(
     on the same dataset share; by default each run has its own. A checkpoint is made every `checkpoint_every` steps, or
     every minute.
     """
+    if diagnostics and resume:
+        raise ValueError("diagnostics are of a run from its first step on: begin a new run with them")
     if checkpoint_every is not None:
         require_count("checkpoint_every", checkpoint_every, "it counts the steps from one checkpoint to the next")
     folder = RunFolder(out)
@@ -82,6 +86,7 @@ def run(
         progress.check(task, seeded=spec.seed is not None)
         progress.ledger = progress.ledger if ledger is None else ledger.absolute()
     progress.sensitive_shown |= show_sensitive
+    progress.diagnosed |= diagnostics
     new_ledger = not progress.ledger.exists()
     try:
         with progress.same_threads(), Ledger(progress.ledger, dataset=spec.dataset, run=progress.run) as book:
@@ -101,6 +106,7 @@ def run(
                 folder=folder,
                 progress=progress,
                 losses=losses,
+                probe=Probe(private, task, spec) if diagnostics else None,
                 observer=observer or Unobserved(),
                 checkpoint_every=checkpoint_every,
             ).carry_out()
@@ -174,6 +180,7 @@ class _Execution:
     folder: RunFolder
     progress: Progress
     losses: _LossMeter | None
+    probe: Probe | None
     observer: Observer
     checkpoint_every: int | None
 
@@ -204,6 +211,8 @@ class _Execution:
                     self._leave()
             raise
         self._leave()
+        if self.probe and private.steps_done > 1:
+            self.folder.write_diagnostics(self.probe.document())
         result = RunResult(
             spec=self.spec,
             out=self.folder.path,
@@ -220,6 +229,8 @@ class _Execution:
 
     def _step(self, batch: LogicalBatch) -> None:
         private = self.private
+        if self.probe:
+            self.probe.look()
         private.step(batch)
         training_loss = self.losses.take() if self.losses else None
         self.observer.stepped(private.steps_done, training_loss)
@@ -252,7 +263,7 @@ class _Execution:
             self._save()
             self.folder.write_metrics(self.progress.evaluations)
             self.folder.write_models(self.private)
-        self.folder.write_certificate(self.private, self.progress.sensitive_shown)
+        self.folder.write_certificate(self.private, self.progress.not_accounted_for)
 
 
 def _restore(private: PrivateRun, state: dict[str, Any]) -> None:
