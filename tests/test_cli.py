@@ -26,7 +26,15 @@ from pmlf.experiments.spec import RunSpec, flag
 
 COMMANDS = {"train": Train, "compare": Compare, "account": Account, "filter": Filter, "audit": Audit}
 QUICK = ["--model", "linear", "--steps", "2", "--batch-size", "20"]
-FILES = ["certificate.json", "ledger.jsonl", "metrics.jsonl", "model.safetensors", "result.json", "spec.json"]
+FILES = [
+    "certificate.html",
+    "certificate.json",
+    "ledger.jsonl",
+    "metrics.jsonl",
+    "model.safetensors",
+    "result.json",
+    "spec.json",
+]
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -245,6 +253,34 @@ def test_ctrl_c_keeps_what_was_released(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted([*FILES, "checkpoint.safetensors"])
     certificate = json.loads((tmp_path / "run" / "certificate.json").read_text())
     assert certificate["released_steps"] == document["steps"]
+
+
+def test_sigterm_leaves_a_checkpoint_and_resume_goes_on_with_it(call: Call, tmp_path: Path) -> None:
+    options = ["--model", "linear", "--method", "dpsgd", "--batch-size", "1200", "--max-physical-batch-size", "1500"]
+    process = in_process_of_its_own("train", *options, "--steps", "60", "--epsilon", "3", "--out", "run", cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and "--resume run goes on with it" in err
+    code, _, err = call("train", "--resume", "run", "--clip-norm", 2)
+    assert code == 2 and "--clip-norm was 1.0 when the run began and is 2.0 now" in err
+    code, out, _ = call("train", "--resume", "run", "--json")
+    document = json.loads(out)
+    assert code == 0 and document["steps"] == 60 and not document["budget_spent"]
+    assert call("train", "--resume", "run", "--json")[1] == out  # the stored result
+    code, out, _ = call("account", "--ledger", "run/ledger.jsonl", "--json")
+    assert json.loads(out)["epsilon"] == document["epsilon"] and json.loads(out)["runs"][0]["events"] == 60
+
+
+def test_resume_refuses_what_is_no_run(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder in ("empty", "nowhere"):
+        code, out, err = call("train", "--resume", folder)
+        assert code == 2 and out == "" and err.count("\n") == 1 and "is not the folder of a run" in err
+    code, _, err = call("train", "--resume", "empty", "--out", "other")
+    assert code == 2 and "both name the run's folder" in err
 
 
 def test_stdout_of_a_process_is_one_json_document(tmp_path: Path) -> None:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from torch.optim.lr_scheduler import StepLR
 
+import pmlf
 from pmlf import accounting, data, ledger, noise
 from pmlf.experiments import runner, tasks
 from pmlf.experiments.results import Unobserved
 from pmlf.experiments.spec import MethodOptions, RunSpec
+from pmlf.training import PrivateRun
+from test_training import finish, private, small
 
 SPEC = RunSpec(
     model="linear",
@@ -194,28 +203,154 @@ def test_a_ledger_that_lost_events_or_is_another_s_is_refused(tmp_path: Path) ->
 
 
 def test_a_longer_plan_is_held_to_the_target_by_an_rdp_filter(tmp_path: Path) -> None:
-    spec = replace(BUDGETED, steps=40, batch_size=600, max_physical_batch_size=700)
-    cut_off(spec, tmp_path / "run", after=10, checkpoint_every=1)
-    result = runner.run(replace(spec, steps=80), tmp_path / "run", resume=True)
-    assert 10 < result.steps < 40 and result.budget_spent and result.planned_steps == 80
+    spec = replace(BUDGETED, records=600, batch_size=600, steps=12)
+    cut_off(spec, tmp_path / "run", after=2, checkpoint_every=1)
+    result = runner.run(replace(spec, steps=30), tmp_path / "run", resume=True)
+    assert 2 < result.steps < 12 and result.budget_spent and result.planned_steps == 30
     spent = ledger.read(tmp_path / "run" / "ledger.jsonl").events
     (event,) = spent
-    assert result.epsilon == accounting.composed_epsilon(spent, delta=1e-5) <= 2.0
-    assert accounting.composed_epsilon({event: spent[event] + 1}, delta=1e-5) > 2.0
-    cut_off(spec, tmp_path / "late", after=38, checkpoint_every=1)
+    assert result.epsilon == accounting.filter_epsilon(spent, delta=1e-5) <= 2.0
+    assert accounting.filter_epsilon({event: spent[event] + 1}, delta=1e-5) > 2.0
+    cut_off(spec, tmp_path / "late", after=11, checkpoint_every=1)
     with pytest.raises(ValueError, match="no room for another step"):
-        runner.run(replace(spec, steps=80), tmp_path / "late", resume=True)
-    assert runner.run(spec, tmp_path / "late", resume=True).steps == 39  # one step was lost
+        runner.run(replace(spec, steps=30), tmp_path / "late", resume=True)
+    assert runner.run(spec, tmp_path / "late", resume=True).steps == 11  # one step was lost
 
 
 def test_runs_that_share_a_ledger_share_a_budget(tmp_path: Path) -> None:
     shared = tmp_path / "fashion.ledger"
-    first = runner.run(replace(BUDGETED, epsilon=1.0), tmp_path / "first", ledger=shared)
-    second = runner.run(replace(BUDGETED, epsilon=3.0), tmp_path / "second", ledger=shared)
+    spec = replace(BUDGETED, batch_size=600, max_physical_batch_size=700)
+    first = runner.run(replace(spec, epsilon=1.0), tmp_path / "first", ledger=shared)
+    second = runner.run(replace(spec, epsilon=3.0), tmp_path / "second", ledger=shared)
     assert not (tmp_path / "second" / "ledger.jsonl").exists()
     assert first.epsilon <= 1.0 < second.epsilon <= 3.0 and second.steps == 6
-    assert second.epsilon == accounting.composed_epsilon(ledger.read(shared).events, delta=1e-5)
+    assert second.epsilon == accounting.filter_epsilon(ledger.read(shared).events, delta=1e-5)
     before = shared.read_bytes()
     with pytest.raises(ValueError, match=r"target_epsilon=2\.0 is spent already"):
-        runner.run(replace(BUDGETED, epsilon=2.0), tmp_path / "third", ledger=shared)
+        runner.run(replace(spec, epsilon=2.0), tmp_path / "third", ledger=shared)
     assert not (tmp_path / "third").exists() and shared.read_bytes() == before
+
+
+class FullDisk(Unobserved):
+    """From some step on no file can grow beyond a few bytes."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def stepped(self, step: int, training_loss: float | None) -> None:
+        if step == self._step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_a_full_disk_is_one_clear_error_and_the_run_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    runner.run(SPEC, tmp_path / "whole")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(OSError, match=r"cannot be written \(File too large\)") as error:
+            runner.run(SPEC, tmp_path / "run", observer=FullDisk(3), checkpoint_every=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "checkpoint.safetensors" in str(error.value) and "\n" not in str(error.value)
+    assert runner.run(SPEC, tmp_path / "run", resume=True).steps == 6
+    assert same(tmp_path / "whole", tmp_path / "run")
+
+
+@contextmanager
+def powerless() -> Iterator[None]:
+    """Without the right to write into read-only folders, which root has."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+def test_a_read_only_folder_is_one_clear_error_and_the_checkpoint_is_intact() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        cut_off(SPEC, out, after=3)
+        before = {path: path.read_bytes() for path in out.iterdir()}
+        for path in (*out.iterdir(), out, Path(folder)):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        with powerless():
+            with pytest.raises(OSError, match=r"cannot be written \(Permission denied\)"):
+                runner.run(SPEC, out, resume=True)
+            with pytest.raises(OSError, match="Permission denied"):
+                runner.run(SPEC, out.with_name("new"))
+        assert {path: path.read_bytes() for path in out.iterdir()} == before
+        for path in (Path(folder), out):
+            path.chmod(0o755)
+        assert runner.run(SPEC, out, resume=True).steps == 6
+
+
+def own_loop(folder: Path, *, seed: int | None, until: int | None = None) -> PrivateRun:
+    """As the guide has it, with a checkpoint every second step."""
+    path = folder / "checkpoint"
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    with pmlf.Ledger(folder / "ledger", dataset="patients", run="a-name") as book:
+        run = private(model, optimizer=optimizer, scheduler=StepLR(optimizer, 2, 0.5), seed=seed, ledger=book)
+        if path.exists():
+            run.load_state_dict(pmlf.checkpoint.load(path))
+        for batch in run.batches():
+            run.step(batch)
+            if run.steps_done % 2 == 0:
+                pmlf.checkpoint.save(path, run.state_dict())
+            if run.steps_done == until:
+                break
+    return run
+
+
+@pytest.mark.parametrize("seed", [3, None])
+def test_one_s_own_loop_goes_on_from_its_checkpoint_and_ledger(tmp_path: Path, seed: int | None) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = own_loop(tmp_path / "whole", seed=seed)
+    own_loop(tmp_path, seed=seed, until=3)
+    own_loop(tmp_path, seed=seed, until=5)
+    run = own_loop(tmp_path, seed=seed)
+    if seed is None:  # two steps of the six were lost
+        assert run.steps_done == 4 and run.spending.run_events == 6
+    else:
+        assert run.steps_done == 6 and run.spending.run_events == 6
+        assert all(map(torch.equal, run.model.parameters(), whole.model.parameters()))
+    assert run.epsilon() == whole.epsilon() <= 2.0
+
+
+def test_a_state_and_a_ledger_go_together(tmp_path: Path) -> None:
+    with pmlf.Ledger(tmp_path / "ledger", dataset="patients") as book:
+        run = private(ledger=book)
+        with pytest.raises(ValueError, match="was saved without a ledger"):
+            run.load_state_dict(finish(private(), until=2).state_dict())
+        state = finish(run, until=2).state_dict()
+    with pytest.raises(ValueError, match="was saved with a ledger"):
+        private().load_state_dict(state)
+
+
+def test_going_back_to_an_earlier_state_spends_again_without_a_seed() -> None:
+    """In one process, without a ledger: what was released stays released."""
+    run = finish(private(), until=2)
+    state = run.state_dict()
+    finish(run, until=5)
+    run.load_state_dict(state)
+    assert finish(run).steps_done == 3 and run.spending.run_events == 6 and run.epsilon() <= 2.0
+    seeded = finish(private(seed=1), until=2)
+    state = seeded.state_dict()
+    finish(seeded, until=5)
+    seeded.load_state_dict(state)
+    assert finish(seeded).steps_done == 6 and seeded.spending.run_events == 6
+
+
+def test_a_step_interrupted_after_its_release_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = finish(private(), until=2)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.optimizer, "step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        finish(run)
+    assert not run.between_steps and run.spending.run_events == 3
+    with pytest.raises(RuntimeError, match="between its release and the optimizer"):
+        run.state_dict()

@@ -16,7 +16,15 @@ from pmlf.experiments.results import Evaluation, Unobserved
 from pmlf.experiments.spec import MethodOptions, RunSpec, Setting, comparison, default_delta
 
 QUICK = RunSpec(model="linear", steps=3, batch_size=20, noise_multiplier=1.0, seed=0)
-FILES = ["certificate.json", "ledger.jsonl", "metrics.jsonl", "model.safetensors", "result.json", "spec.json"]
+FILES = [
+    "certificate.html",
+    "certificate.json",
+    "ledger.jsonl",
+    "metrics.jsonl",
+    "model.safetensors",
+    "result.json",
+    "spec.json",
+]
 
 
 def quick(**changes: object) -> RunSpec:

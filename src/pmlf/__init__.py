@@ -4,19 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pmlf import accounting, audit, filters, methods, sampling, theory
+    from pmlf import accounting, audit, checkpoint, filters, methods, sampling, theory
     from pmlf.fixes import fix_model
     from pmlf.inspection import check
+    from pmlf.ledger import Ledger
     from pmlf.step import Augmentation, PrivateStep
     from pmlf.training import PrivateRun, evaluate, make_private
 
 __all__ = [
     "Augmentation",
+    "Ledger",
     "PrivateRun",
     "PrivateStep",
     "accounting",
     "audit",
     "check",
+    "checkpoint",
     "evaluate",
     "filters",
     "fix_model",
@@ -29,6 +32,7 @@ __all__ = [
 # Where each public name lives. Loaded when first used: torch takes seconds, and `pmlf --help` does not need it.
 _HOMES = {
     "Augmentation": "pmlf.step",
+    "Ledger": "pmlf.ledger",
     "PrivateRun": "pmlf.training",
     "PrivateStep": "pmlf.step",
     "check": "pmlf.inspection",

@@ -106,7 +106,7 @@ class Spending:
     def epsilon(self) -> float:
         """Of everything in the ledger."""
         if self.adaptive:
-            return accounting.composed_epsilon(self.tally.events, delta=self._delta)
+            return accounting.filter_epsilon(self.tally.events, delta=self._delta)
         event = self._session.event
         return accounting.epsilon(**asdict(event), steps=self.tally.events.get(event, 0), delta=self._delta)
 

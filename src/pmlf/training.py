@@ -273,8 +273,9 @@ class PrivateRun:
             noise_multiplier=step.noise_multiplier,
             clip_norm=step.clip_norm,
             planned_steps=self.steps,
-            released_steps=self.spending.run_events,
+            steps_done=self.steps_done,
             delta=self.delta,
+            spending=self.spending,
             randomness=step.noise_source,
             reproducible=step.randomness.reproducible,
         )

@@ -3,26 +3,89 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
 
 from pmlf.commands.common import Command
-from pmlf.experiments.display import facts
-from pmlf.experiments.spec import Budget
+from pmlf.experiments.display import claims_table, facts, trials_table
+from pmlf.experiments.spec import USUAL_DELTA, Budget, shown_default
 
 
 @dataclass(frozen=True, kw_only=True)
 class Account(Budget, Command):
-    """The noise multiplier for an epsilon, or the epsilon of a noise multiplier; nothing is trained.
+    """The noise multiplier for an epsilon, the epsilon of a noise multiplier, a certificate checked, a ledger added up.
 
     A step draws each record with probability batch size / records and adds Gaussian noise to the clipped sum. Without
     any option: the noise of a `pmlf train` without any option. PLD is the accountant that `pmlf train` uses; RDP is
-    looser and stands beside it for comparison.
+    looser and stands beside it for comparison. Nothing is trained.
     """
+
+    certificate: Annotated[Path | None, shown_default("none", "FILE")] = None
+    """Recompute every epsilon of this certificate.json from its own numbers. Exit code 0 if all hold, 1 if not.
+    Whether its numbers are true is not for arithmetic to say."""
+
+    ledger: Annotated[Path | None, shown_default("none", "FILE")] = None
+    """Say what the runs in this ledger have spent together, at --delta (default: 1e-5): by PLD if it is one run as
+    planned, by an RDP filter if there are more."""
 
     records: int = 12_000
     """Number n of training records."""
 
     def execute(self) -> int:
+        if self.certificate is not None and self.ledger is not None:
+            raise ValueError("--certificate and --ledger are both given: each is looked at by itself, so give one")
+        if self.certificate is not None:
+            return self._check(self.certificate)
+        if self.ledger is not None:
+            return self._add_up(self.ledger)
+        return self._calibrate()
+
+    def _check(self, path: Path) -> int:
+        from pmlf import certificate
+
+        document = certificate.read(path)
+        found = certificate.claims(document) if certificate.intact(document) else ()
+        reason = None
+        if not found:
+            reason = certificate.CHANGED
+        elif not all(claim.holds for claim in found):
+            reason = "its own numbers give a larger epsilon than it states"
+        self.show(
+            {
+                "holds": reason is None,
+                "reason": reason,
+                "claims": [{**asdict(claim), "holds": claim.holds} for claim in found],
+            },
+            *([claims_table(found)] if found else []),
+            "The certificate does NOT hold: " + reason + "." if reason else "The certificate holds.",
+        )
+        return 1 if reason else 0
+
+    def _add_up(self, path: Path) -> int:
+        from pmlf import accounting, ledger
+
+        tally = ledger.read(path)
+        delta = USUAL_DELTA if self.delta is None else self.delta
+        planned = len(tally.trials) == 1
+        if planned:
+            ((event, count),) = tally.events.items()
+            spent = accounting.epsilon(**asdict(event), steps=count, delta=delta)
+        else:
+            spent = accounting.filter_epsilon(tally.events, delta=delta)
+        runs = [
+            {"run": t.run, **asdict(t.event), "planned_steps": t.planned_steps, "seeded": t.replayable, "events": count}
+            for t, count in tally.trials.items()
+        ]
+        rule = "PLD" if planned else "RDP filter"
+        self.show(
+            {"epsilon": spent, "delta": delta, "composition": rule, "runs": runs},
+            trials_table(runs),
+            facts([("epsilon", f"{spent:.5g} by {rule}, at delta {delta:.3g}")]),
+        )
+        return 0
+
+    def _calibrate(self) -> int:
         from pmlf import accounting
 
         if self.records < 1:

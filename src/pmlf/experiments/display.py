@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
@@ -22,6 +22,7 @@ from pmlf.experiments.spec import RunSpec
 
 if TYPE_CHECKING:  # torch behind it takes seconds to import
     from pmlf.audit import Report
+    from pmlf.certificate import Claim
     from pmlf.filter_report import FilterReport
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -246,6 +247,31 @@ def comparison_table(results: Sequence[RunResult]) -> Table:
             duration(result.seconds),
             style="bold" if result.test_accuracy == best else None,
         )
+    return table
+
+
+def claims_table(claims: Sequence[Claim]) -> Table:
+    """What a certificate states, beside what its numbers give."""
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("claim")
+    for heading in ("stated", "recomputed"):
+        table.add_column(heading, justify="right")
+    table.add_column("holds")
+    for claim in claims:
+        row = (claim.name.replace("_", " "), f"{claim.stated:.6g}", f"{claim.recomputed:.6g}")
+        table.add_row(*row, "yes" if claim.holds else "NO")
+    return table
+
+
+def trials_table(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """A row a run of a ledger."""
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("run")
+    for heading in ("events", "planned", "noise multiplier", "sample rate"):
+        table.add_column(heading, justify="right")
+    for run in runs:
+        counts = (run["run"], str(run["events"]), str(run["planned_steps"]))
+        table.add_row(*counts, f"{run['noise_multiplier']:.4g}", f"{run['sample_rate']:.4g}")
     return table
 
 

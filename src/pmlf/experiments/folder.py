@@ -19,7 +19,7 @@ from typing import Any
 import safetensors.torch
 from torch import nn
 
-from pmlf import checkpoint
+from pmlf import certificate, certificate_page, checkpoint
 from pmlf.experiments.results import Evaluation, RunResult
 from pmlf.experiments.spec import RunSpec, flag
 from pmlf.files import write_atomically, write_json
@@ -127,9 +127,11 @@ class RunFolder:
 
     def write_certificate(self, private: PrivateRun, also_not_accounted_for: Sequence[str]) -> None:
         """What was spent until now."""
-        certificate = private.certificate()
-        certificate["not_accounted_for"] += also_not_accounted_for
-        write_json(self.path / "certificate.json", certificate)
+        document = {**private.certificate(), "spec_digest": self.spec().digest()}
+        document["not_accounted_for"] += also_not_accounted_for
+        document = certificate.sealed(document)
+        write_json(self.path / "certificate.json", document)
+        write_atomically(self.path / "certificate.html", certificate_page.page(document).encode())
 
     def write_diagnostics(self, document: Mapping[str, Any]) -> None:
         """Sensitive: there only on demand."""

@@ -5,6 +5,7 @@ The docstrings below the fields are also the help of the command line, whose opt
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import math
@@ -242,6 +243,10 @@ class RunSpec(Setting):
         for group in _GROUPS:
             values[group] = {name: value for name, value in values[group].items() if value is not None}
         return json.dumps(values, indent=2) + "\n"
+
+    def digest(self) -> str:
+        """Tells specs apart."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
     @staticmethod
     def from_json(text: str) -> RunSpec:
