@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +87,21 @@ def reproduce(plan: Plan, execute: Execute, listener: Listener) -> list[str]:
     if plan.protocol == "tuned":
         _execute(plan, [trial for cell in plan.cells for trial in cell.trials()], execute, errors)
     specs = []
-    for cell in plan.cells:
-        if plan.protocol == "shared":
-            specs += plan.final(cell, None)
-        elif (rate := chosen_rate(plan, cell)) is not None:  # a cell whose trials failed has no final run
-            specs += plan.final(cell, rate)
+    for panel in plan.artifact.panels[plan.profile]:
+        runs = [_final(plan, cell) for cell in plan.cells if cell.panel is panel]
+        # a seed of all variants before the next seed of any: what was run so far can then be compared
+        specs += [spec for of_a_seed in zip_longest(*runs) for spec in of_a_seed if spec is not None]
     _execute(plan, specs, execute, errors)
     write_record(plan)
     return list(errors.of.values())
+
+
+def _final(plan: Plan, cell: Cell) -> list[RunSpec]:
+    """The final runs of a cell; none where its trials failed."""
+    if plan.protocol == "shared":
+        return plan.final(cell, None)
+    rate = chosen_rate(plan, cell)
+    return [] if rate is None else plan.final(cell, rate)
 
 
 def chosen_rate(plan: Plan, cell: Cell) -> float | None:
@@ -112,9 +120,8 @@ def write_record(plan: Plan) -> dict[str, Any]:
     certificates: dict[str, Any] = {}
     cells = []
     for cell in plan.cells:
-        rate = chosen_rate(plan, cell) if plan.protocol == "tuned" else cell.panel.setting.lr
         setting = cell.panel.setting
-        final = [] if rate is None else plan.final(cell, rate)
+        final = _final(plan, cell)
         document = {
             "dataset": setting.dataset,
             "model": setting.model,
@@ -122,7 +129,7 @@ def write_record(plan: Plan) -> dict[str, Any]:
             "method": cell.variant.method,
             "value": cell.variant.value,
             "target_epsilon": cell.epsilon,
-            "lr": rate,
+            "lr": final[0].lr if final else None,
             "records": setting.records,
             "batch_size": setting.batch_size,
             "epochs": setting.epochs,
