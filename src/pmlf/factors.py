@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Scratch = Callable[[Tensor], Tensor]  # work memory like a given tensor
-CHUNK_BYTES = 1 << 23  # work memory of one block of samples: near the cache, and small enough to be reused by malloc
+CHUNK_BYTES = 1 << 21  # work memory of one block of samples: near the cache, and small enough to be reused by malloc
 
 
 @dataclass(frozen=True, kw_only=True)
