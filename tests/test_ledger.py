@@ -18,8 +18,8 @@ from pmlf.ledger import Ledger, Position
 from pmlf.spending import Spending
 from pmlf.tally import Session
 
-FRESH = Session(run="fresh", sample_rate=0.1, noise_multiplier=1.5, planned_steps=10, replayable=False, first_step=0)
-SEEDED = replace(FRESH, run="seeded", replayable=True)
+FRESH = Session(run="fresh", sample_rate=0.1, noise_multiplier=1.5, planned_steps=10, replay=None, first_step=0)
+SEEDED = replace(FRESH, run="seeded", replay="a beginning")
 
 
 def written(path: Path, *sessions: tuple[Session, list[int]]) -> Path:
@@ -49,6 +49,8 @@ def test_a_fresh_step_done_again_counts_again_and_a_seeded_one_once(tmp_path: Pa
     assert total(written(tmp_path / "longer", (SEEDED, [0, 1, 2]), (longer, [1, 2, 3]))) == 4
     stranger = replace(SEEDED, run="stranger")  # the same step of another run is another event
     assert total(written(tmp_path / "two", (SEEDED, [0, 1]), (stranger, [0, 1]))) == 4
+    anew = replace(SEEDED, replay="another beginning")  # and so is the same step after a new beginning
+    assert total(written(tmp_path / "anew", (SEEDED, [0, 1]), (anew, [0, 1]))) == 4
 
 
 def test_an_event_is_on_the_disk_when_spend_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +77,7 @@ def test_a_line_cut_short_anywhere_is_counted(tmp_path: Path, session: Session) 
         with Ledger(path, dataset="patients", run=session.run) as book:  # which completes the line
             assert sum(book.tally.events.values()) == 3
             book.spend(session, step=2)
-        assert total(path) == (3 if session.replayable else 4)
+        assert total(path) == (3 if session.replay else 4)
 
 
 def test_a_run_s_own_line_cut_short_counts_as_an_event_of_the_run_before(tmp_path: Path) -> None:
@@ -188,7 +190,7 @@ def test_a_line_with_a_right_digest_and_wrong_numbers_is_refused(tmp_path: Path)
         good.replace("0.1", "NaN"),
         good.replace("1.5", "-1.5"),
         good.replace("1.5", "Infinity"),
-        good.replace("false", "0"),
+        good.replace("null", "0"),
         good.replace("10", "1.5"),
         good.replace("run", "ran"),
         '{"step": 0}',

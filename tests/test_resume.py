@@ -229,6 +229,10 @@ def test_runs_that_share_a_ledger_share_a_budget(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"target_epsilon=2\.0 is spent already"):
         runner.run(replace(spec, epsilon=2.0), tmp_path / "third", ledger=shared)
     assert not (tmp_path / "third").exists() and shared.read_bytes() == before
+    shared.write_bytes(before.replace(b'"step": 1}', b'"step": 7}', 1))
+    with pytest.raises(ValueError, match=r"line 4 of the ledger .* is damaged"):
+        runner.run(replace(spec, epsilon=9.0), tmp_path / "third", ledger=shared)
+    assert not (tmp_path / "third").exists()
 
 
 class FullDisk(Unobserved):
@@ -340,6 +344,31 @@ def test_going_back_to_an_earlier_state_spends_again_without_a_seed() -> None:
     finish(seeded, until=5)
     seeded.load_state_dict(state)
     assert finish(seeded).steps_done == 6 and seeded.spending.run_events == 6
+
+
+def test_only_a_state_of_the_same_beginning_replays(tmp_path: Path) -> None:
+    own_loop(tmp_path, seed=3, until=2)
+    state = pmlf.checkpoint.load(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint").unlink()
+    with pmlf.Ledger(tmp_path / "ledger", dataset="patients", run="a-name") as book:
+        with pytest.raises(ValueError, match=r"the state has chance="):
+            private(seed=4, ledger=book).load_state_dict(state)
+        with pytest.raises(ValueError, match=r"the state has target_epsilon=2\.0"):
+            private(seed=3, target_epsilon=2.5, ledger=book).load_state_dict(state)
+        begun_anew = private(seed=3, max_physical_batch_size=4, ledger=book)  # as like as it may be, it is another run
+        finish(begun_anew, until=2)
+        assert begun_anew.spending.run_events == 4
+
+
+def test_a_seeded_run_goes_on_with_its_micro_batches() -> None:
+    whole = finish(private(seed=1, max_physical_batch_size=7))
+    state = finish(private(seed=1, max_physical_batch_size=7), until=2).state_dict()
+    for seed, size in ((1, 7), (None, 20)):
+        run = private(seed=seed, max_physical_batch_size=20)
+        run.load_state_dict(state if seed else finish(private(), until=2).state_dict())
+        assert run.max_physical_batch_size == size
+        if seed:
+            assert all(map(torch.equal, finish(run).model.parameters(), whole.model.parameters()))
 
 
 def test_a_step_interrupted_after_its_release_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:

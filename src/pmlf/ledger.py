@@ -4,7 +4,7 @@ One line an event, one event a noisy gradient. A line is JSON and a digest chain
 nothing in the middle can change or go missing unnoticed:
 
     {"ledger": 1, "dataset": "patients"} 5f0c...
-    {"run": "b1946ac9", "sample_rate": 0.01, "noise_multiplier": 1.1, "planned_steps": 500, "replayable": false, ...}
+    {"run": "b1946ac9", "sample_rate": 0.01, "noise_multiplier": 1.1, "planned_steps": 500, "replay": null, ...} 02d4...
     {"step": 0} 9d5e...
     {"step": 1} 4c1b...
 
@@ -48,7 +48,7 @@ class Ledger:
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "ledger.jsonl"
-    >>> session = Session(run="first", sample_rate=0.1, noise_multiplier=1.0, planned_steps=9, replayable=False,
+    >>> session = Session(run="first", sample_rate=0.1, noise_multiplier=1.0, planned_steps=9, replay=None,
     ...                   first_step=0)
     >>> with Ledger(path, dataset="patients") as ledger:
     ...     ledger.spend(session, step=0)
@@ -195,7 +195,7 @@ def _parse(content: bytes, path: Path, dataset: str | None) -> _Contents:
             _apply(document, tally, first=number == 1, dataset=dataset)
         except _Refused as refused:
             raise ValueError(f"line {number} of the ledger {str(path)!r} {refused}") from refused
-        digests.append(_digest(line[: -2 * _DIGEST_BYTES - 2].decode(), digests[-1]))
+        digests.append(line[-2 * _DIGEST_BYTES - 1 : -1].decode())
         whole_bytes += len(line)
     if whole_bytes == 0:
         raise ValueError(f"{str(path)!r} is empty, and no ledger: give another file")
@@ -251,7 +251,7 @@ def _session(document: Mapping[str, Any]) -> Session:
     numbers = (session.sample_rate, session.noise_multiplier)
     if not (
         isinstance(session.run, str)
-        and isinstance(session.replayable, bool)
+        and (session.replay is None or isinstance(session.replay, str))
         and all(isinstance(number, (int, float)) and math.isfinite(number) and number > 0 for number in numbers)
         and session.sample_rate <= 1
         and _is_count(session.planned_steps)

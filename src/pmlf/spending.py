@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from pmlf import accounting
@@ -22,12 +22,12 @@ class Unwritten:
     def __init__(self) -> None:
         self.run = secrets.token_hex(8)
         self.tally = Tally()
-        self._begun = False
+        self._session: Session | None = None
 
     def spend(self, session: Session, *, step: int) -> None:
-        if not self._begun:
+        if not session.continues(self._session):
+            self._session = session
             self.tally.begin(session)
-            self._begun = True
         self.tally.add(step)
 
 
@@ -50,7 +50,11 @@ class Spending:
     ) -> None:
         self._ledger = ledger or Unwritten()
         self._session = Session(
-            run=self._ledger.run, **asdict(event), planned_steps=planned_steps, replayable=replayable, first_step=0
+            run=self._ledger.run,
+            **asdict(event),
+            planned_steps=planned_steps,
+            replay=secrets.token_hex(8) if replayable else None,
+            first_step=0,
         )
         self._delta = delta
         self._affordable = 0  # so many events of this kind are known to fit
@@ -112,7 +116,11 @@ class Spending:
 
     def state_dict(self) -> dict[str, Any]:
         position = self._ledger.position
-        return {"events": self.run_events, "position": None if position is None else asdict(position)}
+        return {
+            "events": self.run_events,
+            "replay": self._session.replay,
+            "position": None if position is None else asdict(position),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state saved with the same ledger, or with none: what was spent since then stays spent."""
@@ -123,6 +131,7 @@ class Spending:
                 if position is None
                 else "the state was saved with a ledger: go on with the same one, so that no step is lost from it"
             )
+        self._session = replace(self._session, replay=state["replay"])
         if isinstance(self._ledger, Ledger):
             self._ledger.require(Position(**position))
         else:

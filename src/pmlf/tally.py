@@ -13,14 +13,15 @@ from pmlf.accounting import Event
 class Session:
     """A run from the moment it begins, or goes on, to spend: its mechanism, its plan, its first step.
 
-    `replayable` steps are functions of a seed: done again they release the same numbers, and count once.
+    With a seed, `replay` names the beginning that the steps follow from: done again from a state of the same beginning
+    they release the same numbers, and count once. Without a seed it is None, and each step counts each time.
     """
 
     run: str
     sample_rate: float
     noise_multiplier: float
     planned_steps: int
-    replayable: bool
+    replay: str | None
     first_step: int
 
     @property
@@ -49,7 +50,7 @@ class Tally:
         self._trials: Counter[Trial] = Counter()
         self._events: Counter[Event] = Counter()
         self._runs: Counter[str] = Counter()
-        self._replayed: dict[tuple[str, Event], set[int]] = {}
+        self._replayed: dict[tuple[str, Event, str], set[int]] = {}
         self._session: Session | None = None
         self._next_step = 0
 
@@ -77,14 +78,14 @@ class Tally:
         self._next_step = step + 1
         if self.replays(session, step):
             return
-        if session.replayable:
-            self._replayed.setdefault((session.run, session.event), set()).add(step)
+        if session.replay is not None:
+            self._replayed.setdefault((session.run, session.event, session.replay), set()).add(step)
         self._trials[
             Trial(
                 run=session.run,
                 event=session.event,
                 planned_steps=session.planned_steps,
-                replayable=session.replayable,
+                replayable=session.replay is not None,
             )
         ] += 1
         self._events[session.event] += 1
@@ -92,12 +93,14 @@ class Tally:
 
     def replays(self, session: Session, step: int) -> bool:
         """Whether this step of the run is counted already and will not be counted again."""
-        return session.replayable and step in self._replayed.get((session.run, session.event), ())
+        if session.replay is None:
+            return False
+        return step in self._replayed.get((session.run, session.event, session.replay), ())
 
     def unfinished_step(self) -> int | None:
         """The step that a line cut short stands for; None where no run had begun, so that nothing was spent."""
         if self._session is None:
             return None
-        if self._session.replayable:  # it has no steps beyond its plan
+        if self._session.replay is not None:  # it has no steps beyond its plan
             return min(self._next_step, self._session.planned_steps - 1)
         return self._next_step

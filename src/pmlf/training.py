@@ -286,6 +286,7 @@ class PrivateRun:
             raise RuntimeError("a step was interrupted between its release and the optimizer: go back to a saved state")
         return {
             "mechanism": self._mechanism(),
+            "max_physical_batch_size": self.max_physical_batch_size,
             "spending": self.spending.state_dict(),
             "private_step": self.private_step.state_dict(),
             # copies: torch's own state dicts share their tensors with the running objects
@@ -311,6 +312,8 @@ class PrivateRun:
         if (state["average"] is None) != (self._average is None):
             raise ValueError("the state and this run differ in keeping an average (ema): build the run as it was")
         self.spending.load_state_dict(state["spending"])
+        if self.private_step.randomness.reproducible:  # rounding and dropout follow how a draw is cut
+            self._sampler.max_physical_batch_size = state["max_physical_batch_size"]
         self.private_step.load_state_dict(state["private_step"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
@@ -333,6 +336,9 @@ class PrivateRun:
             "steps": self.steps,
             "delta": self.delta,
             "secure_noise": step.secure_noise,
+            "target_epsilon": self.spending.target_epsilon,
+            # a number that follows from the seed and tells nothing of it; fresh chance has none
+            "chance": step.randomness.stream("identity").seed() if step.randomness.reproducible else None,
         }
 
 

@@ -23,7 +23,6 @@ from pmlf import certificate, certificate_page, checkpoint
 from pmlf.experiments.results import Evaluation, RunResult
 from pmlf.experiments.spec import RunSpec, flag
 from pmlf.files import write_atomically, write_json
-from pmlf.ledger import read as read_ledger
 from pmlf.training import PrivateRun
 
 _MAY_GROW = ("epochs", "steps")
@@ -61,9 +60,6 @@ class RunFolder:
         for parent in self._made:
             if not any(parent.iterdir()):
                 parent.rmdir()
-
-    def nothing_spent(self, ledger: Path, run: str) -> bool:
-        return not ledger.exists() or read_ledger(ledger).events_of(run) == 0
 
     def begun(self) -> bool:
         """Whether there is a run to go on with. One cut off before its first checkpoint has spent nothing: it goes."""

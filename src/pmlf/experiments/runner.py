@@ -87,7 +87,7 @@ def run(
         progress.ledger = progress.ledger if ledger is None else ledger.absolute()
     progress.sensitive_shown |= show_sensitive
     progress.diagnosed |= diagnostics
-    new_ledger = not progress.ledger.exists()
+    new_ledger, book = not progress.ledger.exists(), None
     try:
         with progress.same_threads(), Ledger(progress.ledger, dataset=spec.dataset, run=progress.run) as book:
             losses = _LossMeter() if show_sensitive else None
@@ -111,7 +111,7 @@ def run(
                 checkpoint_every=checkpoint_every,
             ).carry_out()
     except BaseException:
-        if saved is None and folder.nothing_spent(progress.ledger, progress.run):
+        if saved is None and (book is None or book.tally.events_of(progress.run) == 0):
             folder.remove()
             if new_ledger:
                 progress.ledger.unlink(missing_ok=True)
