@@ -146,7 +146,10 @@ def test_a_run_cut_off_before_its_first_checkpoint_begins_anew(tmp_path: Path) -
     (tmp_path / "other" / "thesis.tex").write_text("precious")
     with pytest.raises(ValueError, match="holds neither a finished run nor a checkpoint"):
         runner.run(SPEC, tmp_path / "other", resume=True)
-    assert (tmp_path / "other" / "thesis.tex").read_text() == "precious"
+    (tmp_path / "other" / "thesis.tex").rename(tmp_path / "other" / ".thesis.tex")
+    with pytest.raises(ValueError, match="holds neither a finished run nor a checkpoint"):
+        runner.run(SPEC, tmp_path / "other", resume=True)
+    assert (tmp_path / "other" / ".thesis.tex").read_text() == "precious"
 
 
 @pytest.mark.parametrize(
@@ -167,6 +170,36 @@ def test_a_changed_setting_is_refused_by_name(tmp_path: Path, change: dict[str, 
     with pytest.raises(ValueError, match=said):
         runner.run(replace(SPEC, **change), tmp_path / "run", resume=True)  # type: ignore[arg-type]
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_the_spec_is_the_checkpoint_s_whatever_is_written_beside_it(tmp_path: Path) -> None:
+    whole = runner.run(SPEC, tmp_path / "whole")
+    cut_off(SPEC, tmp_path / "run", after=3)
+    written = (tmp_path / "run" / "spec.json").read_text()
+    for changed in (written.replace('"lr": 0.01', '"lr": 9.0'), "[]", ""):
+        (tmp_path / "run" / "spec.json").write_text(changed)
+        cut_off(SPEC, tmp_path / "run", after=4)
+        (tmp_path / "run" / "spec.json").write_text(changed)
+    assert runner.run(SPEC, tmp_path / "run", resume=True).spec == whole.spec
+    assert same(tmp_path / "whole", tmp_path / "run")
+    assert (tmp_path / "run" / "spec.json").read_text() == written
+    (tmp_path / "run" / "spec.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"is damaged|is not a spec"):
+        runner.run(SPEC, tmp_path / "run", resume=True)
+
+
+def test_a_checkpoint_of_another_version_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    cut_off(SPEC, tmp_path / "run", after=3)
+    path = tmp_path / "run" / "checkpoint.safetensors"
+    for part, name in (("progress", "threads"), ("run", "optimizer")):
+        saved = pmlf.checkpoint.load(path)
+        kept = saved[part].pop(name)
+        pmlf.checkpoint.save(path, saved)
+        with pytest.raises(ValueError, match=name):
+            runner.run(SPEC, tmp_path / "run", resume=True)
+        saved[part][name] = kept
+        pmlf.checkpoint.save(path, saved)
+    assert runner.run(SPEC, tmp_path / "run", resume=True).steps == 6
 
 
 def test_changed_records_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_PARTIAL = ".partial"
+
+
+def is_partial(path: Path) -> bool:
+    """Whether this is what a stopped `write_atomically` has left."""
+    return path.name.startswith(".") and path.name.endswith(_PARTIAL)
+
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     write_atomically(path, json.dumps(document, indent=2).encode() + b"\n")
@@ -15,7 +22,7 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """The whole file or none of it, also after a loss of power; what was there before stays until then."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}{_PARTIAL}")
     try:
         with partial.open("wb") as file:
             file.write(content)

@@ -145,6 +145,18 @@ def make_private(
     return PrivateRun(private_step, sampler, optimizer, scheduler, planned, delta, average, spending)
 
 
+_STATE = (  # what PrivateRun.state_dict() holds
+    "mechanism",
+    "max_physical_batch_size",
+    "spending",
+    "private_step",
+    "model",
+    "optimizer",
+    "scheduler",
+    "average",
+)
+
+
 class PrivateRun:
     """T private steps: `for batch in run.batches(): run.step(batch)`. Made by `make_private`."""
 
@@ -301,6 +313,9 @@ class PrivateRun:
 
         With a ledger and a target epsilon it may plan more steps than it did: the guard then composes by an RDP filter.
         """
+        for name in _STATE:
+            if name not in state:
+                raise ValueError(f"the state has no {name!r}: give what state_dict() of this version has made")
         for name, value in self._mechanism().items():
             saved = state["mechanism"].get(name)
             if saved != value and not (name == "steps" and saved < value and self.spending.guards_longer_plans):

@@ -22,7 +22,7 @@ from torch import nn
 from pmlf import certificate, certificate_page, checkpoint
 from pmlf.experiments.results import Evaluation, RunResult
 from pmlf.experiments.spec import RunSpec, flag
-from pmlf.files import write_atomically, write_json
+from pmlf.files import is_partial, write_atomically, write_json
 from pmlf.training import PrivateRun
 
 _MAY_GROW = ("epochs", "steps")
@@ -67,9 +67,9 @@ class RunFolder:
             return False
         if self._checkpoint.exists() or (self.path / "result.json").exists():
             return True
-        shown = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")}
+        entries = {entry.name for entry in self.path.iterdir() if not is_partial(entry)}
         ledger_lines = self.own_ledger.read_bytes().count(b"\n") if self.own_ledger.exists() else 0
-        if shown - {"spec.json", self.own_ledger.name} or ledger_lines > 1:
+        if entries - {"spec.json", self.own_ledger.name} or ledger_lines > 1:
             raise ValueError(
                 f"{str(self.path)!r} holds neither a finished run nor a checkpoint to go on from: give the folder of a "
                 "run, or a new one"
@@ -78,11 +78,8 @@ class RunFolder:
         return False
 
     def spec(self) -> RunSpec:
-        """As it was when the run began or last went on."""
-        try:
-            return RunSpec.from_json((self.path / "spec.json").read_text())
-        except OSError as error:
-            raise ValueError(f"{str(self.path)!r} is not the folder of a run: it has no spec.json to read") from error
+        """As it was when the run began or last went on: by its checkpoint, whose digest tells changes, if it has one."""
+        return RunSpec.from_json(self.load()["spec"]) if self._checkpoint.exists() else self._written_spec()
 
     def finished(self) -> RunResult | None:
         """The result of a run that has come to its end; None if it was interrupted or cut off."""
@@ -90,16 +87,16 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            result = RunResult.from_full_json(json.loads(path.read_text()), self.spec(), self.path)
+            result = RunResult.from_full_json(json.loads(path.read_text()), self._written_spec(), self.path)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{str(path)!r} is damaged: put the file back as it was") from error
         return None if result.interrupted else result
 
-    def save(self, state: Mapping[str, Any]) -> None:
-        checkpoint.save(self._checkpoint, state)
+    def save(self, spec: RunSpec, progress: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+        checkpoint.save(self._checkpoint, {"spec": spec.to_json(), "progress": progress, "run": run})
 
     def load(self) -> dict[str, Any]:
-        """The last checkpoint."""
+        """What was saved last: spec, progress and run."""
         if not self._checkpoint.exists():
             raise ValueError(f"{str(self.path)!r} has lost its checkpoint: put {self._checkpoint.name} back")
         return checkpoint.load(self._checkpoint)
@@ -123,7 +120,7 @@ class RunFolder:
 
     def write_certificate(self, private: PrivateRun, also_not_accounted_for: Sequence[str]) -> None:
         """What was spent until now."""
-        document = {**private.certificate(), "spec_digest": self.spec().digest()}
+        document = {**private.certificate(), "spec_digest": self._written_spec().digest()}
         document["not_accounted_for"] += also_not_accounted_for
         document = certificate.sealed(document)
         write_json(self.path / "certificate.json", document)
@@ -141,6 +138,15 @@ class RunFolder:
 
     def write_spec(self, spec: RunSpec) -> None:
         write_atomically(self.path / "spec.json", spec.to_json().encode())
+
+    def _written_spec(self) -> RunSpec:
+        path = self.path / "spec.json"
+        try:
+            return RunSpec.from_json(path.read_text())
+        except FileNotFoundError as error:
+            raise ValueError(f"{str(self.path)!r} is not the folder of a run: it has no spec.json") from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{str(path)!r} is not a spec ({error}): put the file back as it was") from error
 
     def _write_weights(self, name: str, model: nn.Module) -> None:
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}

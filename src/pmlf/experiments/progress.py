@@ -7,7 +7,7 @@ import secrets
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,10 @@ class Progress:
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> Progress:
+        if unknown := sorted(set(state) ^ {each.name for each in fields(Progress)}):
+            raise ValueError(
+                f"the checkpoint and this version of pmlf differ in {unknown[0]!r}: resume with the other one"
+            )
         return Progress(
             **{
                 **state,

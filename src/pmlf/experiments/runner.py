@@ -67,8 +67,8 @@ def run(
     folder = RunFolder(out)
     saved: Mapping[str, Any] | None = None
     if resume and folder.begun():
-        spec, stored = continued(folder.spec(), spec), folder.spec()
-        finished = folder.finished()
+        stored, finished = folder.spec(), folder.finished()
+        spec = continued(stored, spec)
         if finished is not None and spec == stored:
             return finished
         if finished is not None:
@@ -255,7 +255,7 @@ class _Execution:
     def _save(self) -> None:
         self._saved = time.monotonic()
         self.progress.seconds = self._saved - self._begin
-        self.folder.save({"progress": self.progress.to_state(), "run": self.private.state_dict()})
+        self.folder.save(self.spec, self.progress.to_state(), self.private.state_dict())
 
     def _leave(self) -> None:
         """What was released, and the account of it; after a step that broke off halfway the account alone."""
