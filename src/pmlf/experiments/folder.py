@@ -78,7 +78,7 @@ class RunFolder:
         return False
 
     def spec(self) -> RunSpec:
-        """As it was when the run began or last went on: by its checkpoint, whose digest tells changes, if it has one."""
+        """As it was when the run began or last went on: its checkpoint's, which a digest guards, if there is one."""
         return RunSpec.from_json(self.load()["spec"]) if self._checkpoint.exists() else self._written_spec()
 
     def finished(self) -> RunResult | None:
