@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from pmlf.fixes import fix_model
     from pmlf.inspection import check
     from pmlf.ledger import Ledger
+    from pmlf.run import PrivateRun
     from pmlf.step import Augmentation, PrivateStep
-    from pmlf.training import PrivateRun, evaluate, make_private
+    from pmlf.training import evaluate, make_private
 
 __all__ = [
     "Augmentation",
@@ -33,7 +34,7 @@ __all__ = [
 _HOMES = {
     "Augmentation": "pmlf.step",
     "Ledger": "pmlf.ledger",
-    "PrivateRun": "pmlf.training",
+    "PrivateRun": "pmlf.run",
     "PrivateStep": "pmlf.step",
     "check": "pmlf.inspection",
     "evaluate": "pmlf.training",

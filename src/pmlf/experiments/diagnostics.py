@@ -26,7 +26,7 @@ from pmlf.filters import LowPass
 from pmlf.gradients import Workspace
 from pmlf.momentum import SampleMomentum
 from pmlf.points import History, Point
-from pmlf.training import PrivateRun
+from pmlf.run import PrivateRun
 
 PROBED_RECORDS = 256
 SKETCH = 8192

@@ -23,7 +23,7 @@ from pmlf import certificate, certificate_page, checkpoint
 from pmlf.experiments.results import Evaluation, RunResult
 from pmlf.experiments.spec import RunSpec, flag
 from pmlf.files import is_partial, write_atomically, write_json
-from pmlf.training import PrivateRun
+from pmlf.run import PrivateRun
 
 _MAY_GROW = ("epochs", "steps")
 

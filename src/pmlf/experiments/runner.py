@@ -5,10 +5,8 @@ Nothing is printed here: an `Observer` is told. Nothing sensitive is told or wri
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +18,17 @@ from pmlf.arguments import require_count
 from pmlf.experiments import tasks
 from pmlf.experiments.checking import check_model
 from pmlf.experiments.diagnostics import Probe
+from pmlf.experiments.execution import Execution, LossMeter
 from pmlf.experiments.folder import RunFolder, continued
 from pmlf.experiments.progress import Progress
-from pmlf.experiments.results import Evaluation, Observer, RunResult, Unobserved, comparison_json
-from pmlf.experiments.signals import noted_signals
+from pmlf.experiments.results import Observer, RunResult, Unobserved, comparison_json
 from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.tasks import Task
 from pmlf.files import write_json
 from pmlf.inspection import Checked
 from pmlf.ledger import Ledger
-from pmlf.sampling import LogicalBatch
-from pmlf.training import PrivateRun, make_private
-
-_SECONDS_BETWEEN_CHECKPOINTS = 60.0
+from pmlf.run import PrivateRun
+from pmlf.training import make_private
 
 
 def run(
@@ -90,7 +86,7 @@ def run(
     new_ledger, book = not progress.ledger.exists(), None
     try:
         with progress.same_threads(), Ledger(progress.ledger, dataset=spec.dataset, run=progress.run) as book:
-            losses = _LossMeter() if show_sensitive else None
+            losses = LossMeter() if show_sensitive else None
             private = _prepare(spec, task, losses, book)
             if spec.max_physical_batch_size == "auto":
                 spec = replace(spec, max_physical_batch_size=private.max_physical_batch_size)
@@ -99,7 +95,7 @@ def run(
             if saved is not None:
                 _restore(private, saved["run"])
                 folder.go_on(spec)
-            return _Execution(
+            return Execution(
                 spec=spec,
                 task=task,
                 private=private,
@@ -154,118 +150,6 @@ def compare(
     return tuple(results)
 
 
-class _LossMeter:
-    """Mean loss of one step's records over its evaluation points: sensitive, so it exists only on demand."""
-
-    def __init__(self) -> None:
-        self._sum, self._count = 0.0, 0
-
-    def add(self, losses: Tensor) -> None:
-        self._sum += float(losses.detach().sum())
-        self._count += len(losses)
-
-    def take(self) -> float | None:
-        mean = self._sum / self._count if self._count else None  # an empty batch has no loss
-        self._sum, self._count = 0.0, 0
-        return mean
-
-
-@dataclass(kw_only=True)
-class _Execution:
-    """A run under way."""
-
-    spec: RunSpec
-    task: Task
-    private: PrivateRun
-    folder: RunFolder
-    progress: Progress
-    losses: _LossMeter | None
-    probe: Probe | None
-    observer: Observer
-    checkpoint_every: int | None
-
-    def carry_out(self) -> RunResult:
-        """All the steps that are left: to the end, to the end of the budget, or to an interruption."""
-        private = self.private
-        self._begin = time.monotonic() - self.progress.seconds
-        interrupted_by = None
-        try:
-            with noted_signals() as interruption:
-                self._save()  # also before the first step, so that a run which was cut off is always found again
-                self.observer.started(self.spec, private.steps)
-                if private.steps_done:
-                    self.observer.stepped(private.steps_done, None)
-                for batch in private.batches():
-                    self._step(batch)
-                    if interruption.by:
-                        break
-            if private.steps_done < private.steps:
-                interrupted_by = interruption.by
-            if interrupted_by is None and self._last_evaluated() != private.steps_done:  # the budget was spent
-                self._evaluate(None)
-        except KeyboardInterrupt:
-            interrupted_by = "SIGINT"
-        except Exception:
-            if private.spending.run_events:
-                with suppress(OSError):  # a full disk, say: what went wrong first is what to tell
-                    self._leave()
-            raise
-        self._leave()
-        if self.probe and private.steps_done > 1:
-            self.folder.write_diagnostics(self.probe.document())
-        result = RunResult(
-            spec=self.spec,
-            out=self.folder.path,
-            epsilon=private.epsilon(),
-            noise_multiplier=private.private_step.noise_multiplier,
-            steps=private.steps_done,
-            planned_steps=private.steps,
-            seconds=self.progress.seconds,
-            interrupted_by=interrupted_by,
-            evaluations=tuple(self.progress.evaluations),
-        )
-        self.folder.write_result(result)
-        return result
-
-    def _step(self, batch: LogicalBatch) -> None:
-        private = self.private
-        if self.probe:
-            self.probe.look()
-        private.step(batch)
-        training_loss = self.losses.take() if self.losses else None
-        self.observer.stepped(private.steps_done, training_loss)
-        if private.steps_done % private.steps_per_epoch == 0 or private.steps_done == private.steps:
-            self._evaluate(training_loss)
-        if self.checkpoint_every is None:
-            due = time.monotonic() - self._saved > _SECONDS_BETWEEN_CHECKPOINTS
-        else:
-            due = private.steps_done % self.checkpoint_every == 0
-        if due:
-            self._save()
-
-    def _evaluate(self, training_loss: float | None) -> None:
-        evaluation = _evaluation(self.private, self.task, training_loss)
-        self.progress.evaluations.append(evaluation)
-        self.folder.write_metrics(self.progress.evaluations)
-        self.observer.evaluated(evaluation)
-
-    def _last_evaluated(self) -> int | None:
-        return self.progress.evaluations[-1].step if self.progress.evaluations else None
-
-    def _save(self) -> None:
-        self._saved = time.monotonic()
-        self.progress.seconds = self._saved - self._begin
-        self.folder.save(self.spec, self.progress.to_state(), self.private.state_dict())
-
-    def _leave(self) -> None:
-        """What was released, and the account of it; after a step that broke off halfway the account alone."""
-        if self.private.between_steps:
-            self._save()
-            self.folder.write_metrics(self.progress.evaluations)
-            self.folder.write_models(self.private)
-        self.folder.write_certificate(self.private, self.progress.not_accounted_for)
-
-
 def _restore(private: PrivateRun, state: dict[str, Any]) -> None:
     planned = state["mechanism"]["steps"]
     private.load_state_dict(state)
@@ -277,7 +161,7 @@ def _restore(private: PrivateRun, state: dict[str, Any]) -> None:
         )
 
 
-def _prepare(spec: RunSpec, task: Task, losses: _LossMeter | None, ledger: Ledger) -> PrivateRun:
+def _prepare(spec: RunSpec, task: Task, losses: LossMeter | None, ledger: Ledger) -> PrivateRun:
     device = _device(spec.device)
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
@@ -327,15 +211,3 @@ def _device(name: str) -> torch.device:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:  # the latter where torch was built without the device
         raise ValueError(f"device={name!r} cannot be used here: give cpu, or a device that torch finds") from error
-
-
-def _evaluation(private: PrivateRun, task: Task, training_loss: float | None) -> Evaluation:
-    averaged = private.averaged_model()
-    return Evaluation(
-        step=private.steps_done,
-        epoch=round(private.steps_done * private.private_step.expected_batch_size / task.records, 4),
-        epsilon=private.epsilon(),
-        scores=task.scores(private.model),
-        ema_scores=None if averaged is None else task.scores(averaged),
-        training_loss=training_loss,
-    )
