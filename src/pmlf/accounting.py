@@ -17,6 +17,8 @@ import numpy as np
 from dp_accounting import pld, rdp
 from scipy import optimize
 
+from pmlf.arguments import MOST, is_number
+
 ACCOUNTANTS = ("pld", "rdp")
 FILTER_ORDERS = (2.0, 2.5, 3.0, 4.0, 5.5, 8.0, 14.0, 32.0)  # fixed beforehand, as a filter's must be
 
@@ -26,6 +28,10 @@ _MOST_CELLS = 2**18  # about five seconds; only sample rates below 1e-4 come nea
 _TAIL = 10.0  # standard deviations of noise that dp-accounting's tables reach
 _SMALLEST_PLD_DELTA = 1e-10  # the rounding errors of its Fourier transforms add up to about 1e-12
 _SMALLEST_PLD_NOISE = 0.01  # with less, epsilon is in the thousands, and the Renyi bound will do
+_LEAST_NOISE, _MOST_NOISE = 1e-8, 1e9
+_LEAST_EPSILON, _MOST_EPSILON = 1e-6, 1e6
+LEAST_RATE = 1e-9  # one record of a thousand million
+_ALL = 1.0 - 1e-9  # rates above are taken for 1, which costs more
 _LARGEST_LOG_RATIO = 30.0  # how far from its guess, as a factor e^30, a noise multiplier is searched
 _CALIBRATION_TOLERANCE = 1e-5  # relative, of the noise multiplier
 
@@ -47,7 +53,7 @@ def epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: f
     >>> round(epsilon(noise_multiplier=1.0, sample_rate=1 / 60, steps=1500, delta=1e-5), 2)
     3.93
     """
-    _check_mechanism(noise_multiplier, sample_rate, steps, accountant)
+    check_mechanism(noise_multiplier, sample_rate, steps, accountant)
     _check_delta("delta", delta, accountant)
     return _epsilon(float(noise_multiplier), float(sample_rate), int(steps), float(delta), accountant)
 
@@ -67,14 +73,14 @@ def filter_epsilon(events: Mapping[Event, int], *, delta: float) -> float:
     4.82
     """
     for event, count in events.items():
-        _check_mechanism(event.noise_multiplier, event.sample_rate, count, "rdp")
+        check_mechanism(event.noise_multiplier, event.sample_rate, count, "rdp")
     _check_delta("delta", delta, "rdp")
     return _filter_epsilon(_plain(events), float(delta))
 
 
 def finest_epsilon(event: Event, *, steps: int, delta: float) -> float:
     """The lowest upper bound on `epsilon()` there is: by PLD with cells a quarter as wide, which takes longer."""
-    _check_mechanism(event.noise_multiplier, event.sample_rate, steps, "pld")
+    check_mechanism(event.noise_multiplier, event.sample_rate, steps, "pld")
     _check_delta("delta", delta, "pld")
     if steps == 0:
         return 0.0
@@ -110,13 +116,15 @@ def delta(*, noise_multiplier: float, sample_rate: float, steps: int, epsilon: f
     >>> delta(noise_multiplier=1.0, sample_rate=1 / 60, steps=1500, epsilon=3.93) <= 1e-5
     True
     """
-    _check_mechanism(noise_multiplier, sample_rate, steps, accountant)
-    if not (math.isfinite(epsilon) and epsilon >= 0):
+    check_mechanism(noise_multiplier, sample_rate, steps, accountant)
+    if not (is_number(epsilon) and 0 <= epsilon < math.inf):
         raise ValueError(f"epsilon={epsilon} is no privacy loss: give a finite number of at least 0.")
     if steps == 0:
         return 0.0
     with _quiet():
-        spent = _composed(float(noise_multiplier), float(sample_rate), int(steps), accountant).get_delta(epsilon)
+        spent = _composed(float(noise_multiplier), float(sample_rate), int(steps), accountant).get_delta(
+            min(epsilon, _MOST_EPSILON)
+        )
     return min(max(float(spent), _SMALLEST_PLD_DELTA if accountant == "pld" else 0.0), 1.0)
 
 
@@ -137,10 +145,15 @@ def noise_multiplier(
     >>> 0.999 < epsilon(noise_multiplier=z, sample_rate=0.02, steps=1000, delta=1e-5) <= 1.0
     True
     """
-    _check_mechanism(1.0, sample_rate, steps, accountant)
+    check_mechanism(1.0, sample_rate, steps, accountant)
     _check_delta("target_delta", target_delta, accountant)
-    if not (math.isfinite(target_epsilon) and target_epsilon > 0):
+    if not (is_number(target_epsilon) and 0 < target_epsilon < math.inf):
         raise ValueError(f"target_epsilon={target_epsilon} is no privacy budget: give a finite number above 0.")
+    if not _LEAST_EPSILON <= target_epsilon <= _MOST_EPSILON:
+        raise ValueError(
+            f"target_epsilon={target_epsilon} is outside [{_LEAST_EPSILON:g}, {_MOST_EPSILON:g}]: less leaves nothing "
+            "but noise, more is no privacy."
+        )
     if steps == 0:
         raise ValueError("steps=0 releases nothing, so that any noise will do: give at least 1 step.")
     drawn = 1.0 if sample_rate == 1 else -math.expm1(steps * math.log1p(-sample_rate))
@@ -226,8 +239,8 @@ def _composed(
     z: float, rate: float, steps: int, accountant: str, cells: int = _CELLS_PER_DEVIATION
 ) -> dp_accounting.PrivacyAccountant:
     """The accountant after `steps` Poisson-subsampled Gaussian events."""
-    if rate == 1:  # T Gaussians are one Gaussian with sqrt(T) times less noise, exactly
-        z, steps = z / math.sqrt(steps), 1
+    if rate >= _ALL:  # T Gaussians are one Gaussian with sqrt(T) times less noise, exactly
+        z, rate, steps = z / math.sqrt(steps), 1.0, 1
     step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(z))
     spent: dp_accounting.PrivacyAccountant
     if accountant == "pld" and z >= _SMALLEST_PLD_NOISE:
@@ -264,19 +277,27 @@ def _quiet() -> Iterator[None]:
         logger.removeFilter(dropped)
 
 
-def _check_mechanism(noise_multiplier: float, sample_rate: float, steps: int, accountant: str) -> None:
-    if accountant not in ACCOUNTANTS:
+def check_mechanism(noise_multiplier: float, sample_rate: float, steps: int, accountant: str = "pld") -> None:
+    """Raise ValueError unless these are numbers that `epsilon` can account for."""
+    if not isinstance(accountant, str) or accountant not in ACCOUNTANTS:
         raise ValueError(f"accountant={accountant!r} is unknown: choose one of {', '.join(ACCOUNTANTS)}.")
-    if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
+    if not (is_number(noise_multiplier) and 0 < noise_multiplier < math.inf):
         raise ValueError(f"noise_multiplier={noise_multiplier} protects nothing: give a finite number above 0.")
-    if not 0 < sample_rate <= 1:
+    if not _LEAST_NOISE <= noise_multiplier <= _MOST_NOISE:
+        raise ValueError(
+            f"noise_multiplier={noise_multiplier} is outside [{_LEAST_NOISE:g}, {_MOST_NOISE:g}], where it can be "
+            "accounted for: less protects nothing, more leaves nothing but noise."
+        )
+    if not (is_number(sample_rate) and 0 < sample_rate <= 1):
         raise ValueError(f"sample_rate={sample_rate} is outside (0, 1]: give the expected batch size / dataset size.")
-    if not (math.isfinite(steps) and steps >= 0 and steps == int(steps)):
-        raise ValueError(f"steps={steps} is no number of steps: give an integer of at least 0.")
+    if sample_rate < LEAST_RATE:
+        raise ValueError(f"sample_rate={sample_rate} is below {LEAST_RATE:g}, too small to account for: give more.")
+    if not (is_number(steps) and 0 <= steps <= MOST and steps == int(steps)):
+        raise ValueError(f"steps={steps} is no number of steps: give an integer from 0 to {MOST}.")
 
 
 def _check_delta(name: str, value: float, accountant: str) -> None:
-    if not 0 < value < 1:
+    if not (is_number(value) and 0 < value < 1):
         raise ValueError(f"{name}={value} is outside (0, 1): give a probability such as 1e-5.")
     if accountant == "pld" and value < _SMALLEST_PLD_DELTA:
         raise ValueError(

@@ -42,6 +42,8 @@ def batch_size(batch: Any) -> int:
             f"the batch's tensors have shapes {shapes}: axis 0 of every one must count samples; "
             "keep what is not per sample out of the batch"
         )
+    if any(tensor.layout != torch.strided or tensor.device.type == "meta" for tensor in tensors_of(batch)):
+        raise ValueError("the batch holds a sparse tensor, or one without values (meta): give dense tensors")
     size = sizes.pop()
     assert size is not None
     return size

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from scipy import linalg, signal
 from torch import Tensor
 
+from pmlf.arguments import is_number, require_count
+
 Floats = NDArray[np.float64]
 
 _STABILITY_MARGIN = 1e-9
@@ -20,6 +22,9 @@ _DC_GAIN_TOLERANCE = 1e-9
 _CORRECTION_FLOOR = 1e-8  # of c_t^2 / sum_{s<=t} kappa_s^2: the correction makes no step's noise 1e4 times itself
 _CHECKED_STEPS = 1000  # afterwards c_t only converges, geometrically
 _CONVEX_HORIZON = 10_000
+_LOWEST_CUTOFF = 1e-6  # a filter over a million steps
+_MOST_STEPS = 10**7  # in one array
+_LARGEST_COEFFICIENT = 1e100  # whose square is a number too
 
 
 @final
@@ -132,6 +137,7 @@ class LowPass:
         >>> LowPass(a=(-0.9,), b=(0.15, -0.05)).impulse_response(3)
         array([0.15  , 0.085 , 0.0765])
         """
+        require_count("length", length, "it counts weights", least=0, most=_MOST_STEPS)
         return self._respond(np.arange(length) == 0)
 
     def corrections(self, steps: int) -> Floats:
@@ -140,10 +146,12 @@ class LowPass:
         >>> LowPass(a=(-0.9,), b=(0.1,)).corrections(3)
         array([0.1  , 0.19 , 0.271])
         """
+        require_count("steps", steps, "there is one correction a step", least=0, most=_MOST_STEPS)
         return self._respond(np.ones(steps)) if self.corrected else np.ones(steps)
 
     def frequency_response(self, points: int = 512) -> tuple[Floats, NDArray[np.complex128]]:
         """Frequencies in cycles per step, from 0 to 1/2 with the end, and H(e^{2 pi i f}) there."""
+        require_count("points", points, "it counts frequencies from 0 to 1/2", least=2, most=_MOST_STEPS)
         frequencies, response = signal.freqz(self.b, (1.0, *self.a), worN=points, fs=1.0, include_nyquist=True)
         return frequencies, response
 
@@ -157,9 +165,8 @@ def butterworth(order: int, cutoff: float) -> LowPass:
     >>> round(butterworth(2, 0.1).mean_delay, 2)
     4.46
     """
-    if not isinstance(order, int) or order < 1:
-        raise ValueError(f"order={order} is no filter order: give an integer of at least 1.")
-    if not 0 < cutoff < 1:
+    require_count("order", order, "it is a filter's order; above a few, rounding spoils the filter", most=50)
+    if not (is_number(cutoff) and _LOWEST_CUTOFF <= cutoff < 1):
         raise ValueError(f"cutoff={cutoff} is outside (0, 1): give it as a fraction of the Nyquist frequency.")
     b, a = signal.butter(order, cutoff)
     scale = math.fsum(a) / math.fsum(b)  # b's sum loses digits at a low cutoff, and the DC gain must be 1 exactly
@@ -172,8 +179,7 @@ def moving_average(length: int) -> LowPass:
     >>> moving_average(4).noise_gain
     0.25
     """
-    if not isinstance(length, int) or length < 1:
-        raise ValueError(f"length={length} averages nothing: give an integer of at least 1.")
+    require_count("length", length, "it counts the values of a mean", most=10_000)
     return LowPass((), (1 / length,) * length)
 
 
@@ -183,7 +189,7 @@ def exponential(decay: float) -> LowPass:
     >>> round(exponential(0.9).mean_delay, 9)
     9.0
     """
-    if not 0 < decay < 1:
+    if not (is_number(decay) and 0 < decay < 1):
         raise ValueError(f"decay={decay} is outside (0, 1): give the weight of the past, for example 0.9.")
     return LowPass((-decay,), (1 - decay,))
 
@@ -294,9 +300,9 @@ def _coefficients(name: str, values: Any) -> tuple[float, ...]:
         raise ValueError(problem)  # a set, as the paper writes coefficients, would lose order and repeats
     try:
         numbers = tuple(float(value) for value in values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last: a tensor without a value
         raise ValueError(problem) from error
-    if not all(map(math.isfinite, numbers)):
+    if not all(abs(number) <= _LARGEST_COEFFICIENT for number in numbers):  # not so for NaN
         raise ValueError(problem)
     return numbers
 

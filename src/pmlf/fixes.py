@@ -20,6 +20,8 @@ def fix_model(model: nn.Module) -> nn.Module:
     >>> fix_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].num_groups
     2
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}: a torch.nn.Module is needed")
     fixed = copy.deepcopy(model)
     replacement = _replacement(fixed)
     if replacement is not None:

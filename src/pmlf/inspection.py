@@ -104,6 +104,7 @@ def check(
     """
     refuse_unsafe_model(model)
     require_positive("clip_norm", clip_norm, "it bounds one sample's part in the sum; the paper uses 1.0")
+    clip_norm = float(clip_norm)
     points = resolve(method).points
     weights = [point.weight for point in points.at(points.depth)]
     plan = Plan.of(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pmlf.arguments import require_count, require_positive
+from pmlf.arguments import is_number, require_count, require_positive
 from pmlf.filters import LowPass
 from pmlf.points import Point, Points, past_iterates
 
@@ -21,6 +21,7 @@ class Method:
 
 _CURRENT = Points(points=past_iterates(1, 1.0))
 _IDENTITY = LowPass()
+_SMALLEST, _LARGEST_WEIGHT = 1e-300, 1e6
 
 
 def dpsgd() -> Method:
@@ -37,7 +38,7 @@ def inner_outer(k: int = 2, gamma: float = 0.1, beta: float = 0.9) -> Method:
     """InnerOuter: points weighted gamma^j without normalising; m = beta m + vbar without correction."""
     _check_window(k)
     _check_decay("gamma", gamma)
-    if not 0.0 <= beta < 1.0:
+    if not (is_number(beta) and 0.0 <= beta < 1.0):
         raise ValueError(f"beta={beta} is not in [0, 1): the outer momentum must decay; the paper's default is 0.9")
     return Method(
         name="inner-outer",
@@ -68,10 +69,15 @@ def dp_pmlf_without_lf(k: int = 2, beta: float = 0.1) -> Method:
 
 def disk(kappa: float = 0.7, gamma: float = 0.5) -> Method:
     """DiSK: x_t + gamma (x_t - x_{t-1}) weighs c = (1-kappa)/(kappa gamma), x_t the rest; an exponential filter."""
-    if not 0.0 < kappa < 1.0:
+    if not (is_number(kappa) and 0.0 < kappa < 1.0):
         raise ValueError(f"kappa={kappa} is not in (0, 1): it is the weight of the new gradient, 0.7 for example")
     require_positive("gamma", gamma, "it is the look-ahead, 0.5 for example")
-    c = (1.0 - kappa) / (kappa * gamma)
+    c = (1.0 - kappa) / max(float(kappa) * gamma, _SMALLEST)
+    if c > _LARGEST_WEIGHT:
+        raise ValueError(
+            f"kappa={kappa} and gamma={gamma} give the look-ahead the weight {c:.3g}: give larger ones, kappa=0.7 and "
+            "gamma=0.5 for example"
+        )
     ahead = Point(coefficients=(1.0 + gamma, -gamma), weight=c)
     here = Point(coefficients=(1.0,), weight=1.0 - c)
     return Method(name="disk", points=Points(points=(ahead, here)), low_pass=LowPass(a=(-(1.0 - kappa),), b=(kappa,)))
@@ -93,7 +99,7 @@ def resolve(method: Method | str) -> Method:
     """A method as it is, or the preset of that name with the paper's defaults."""
     if isinstance(method, Method):
         return method
-    if method not in PRESETS:
+    if not isinstance(method, str) or method not in PRESETS:
         raise ValueError(f"method={method!r} is not known: give one of {', '.join(NAMES)}, or a pmlf.methods.Method")
     return PRESETS[method]()
 
@@ -105,9 +111,9 @@ def _momentum(k: int, beta: float) -> Points:
 
 
 def _check_window(k: int) -> None:
-    require_count("k", k, "it counts the iterates a sample is evaluated at")
+    require_count("k", k, "it counts the iterates a sample is evaluated at, each a copy of the model", most=1000)
 
 
 def _check_decay(name: str, value: float) -> None:
-    if not 0.0 < value <= 1.0:
+    if not (is_number(value) and 0.0 < value <= 1.0):
         raise ValueError(f"{name}={value} is not in (0, 1]: weights decay as {name}^j, 1 is the plain mean")

@@ -20,8 +20,12 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pmlf.arguments import is_number, require_count
+
 CHUNK = 1 << 17  # Gaussians made at a time: the work arrays stay in cache
+LARGEST_STD = 1e30  # that float32 holds with all its noise
 SUMMANDS = 4  # Gaussians in a hardened one
+_MOST_WORDS = 1 << 33  # 64 GiB of them
 _ZEROS = bytes(8 * CHUNK)
 _MANTISSA = (1 << 52) - 1
 _ONE = 1023 << 52  # the exponent bits of a float64 in [1, 2)
@@ -35,6 +39,7 @@ class Stream:
 
     def words(self, count: int) -> NDArray[np.uint64]:
         """The next `count` uniform 64-bit words."""
+        require_count("count", count, "it counts 64-bit words", least=0, most=_MOST_WORDS)
         return self._fill(np.empty(count, dtype=np.uint64))
 
     def _fill(self, found: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -56,6 +61,9 @@ class Stream:
         >>> Stream(bytes(32)).chosen(5, 1.0).tolist()
         [0, 1, 2, 3, 4]
         """
+        require_count("population", population, "it counts the records to draw from", least=0, most=_MOST_WORDS)
+        if not (is_number(rate) and 0.0 <= rate <= 1.0):
+            raise ValueError(f"rate={rate} is not in [0, 1]: it is the probability of a record to be drawn")
         threshold = int(rate * 2.0**64)
         if threshold >= 2**64:
             return np.arange(population)
@@ -68,8 +76,11 @@ class Stream:
         so that a released value no longer tells which uniforms can have made it, and it is added in float64 and rounded
         once. A mitigation: the values are still floating-point numbers.
         """
+        if not (is_number(std) and 0.0 <= std <= LARGEST_STD):
+            raise ValueError(f"std={std} is not a deviation of noise: give a number from 0 to {LARGEST_STD:g}")
         if not tensor.is_contiguous():
             raise ValueError("noise is added to contiguous tensors only")
+        std = float(std)
         flat = tensor.detach().view(-1)
         work = _Work(min(CHUNK, flat.numel()), SUMMANDS if hardened else 1)
         for start in range(0, flat.numel(), CHUNK):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from pmlf.arguments import require_count
+from pmlf.arguments import is_number, require_count
 from pmlf.batches import batch_size as size_of
 from pmlf.batches import to_device
 from pmlf.noise import Randomness
@@ -68,16 +68,17 @@ class PoissonBatches:
         lengths: NDArray[np.int64] | None = None,
     ) -> None:
         self.population = population(dataset)
-        if not 0.0 < expected_batch_size <= self.population:
+        if not (is_number(expected_batch_size) and 0.0 < expected_batch_size <= self.population):
             raise ValueError(
-                f"batch_size={expected_batch_size} is not in (0, {self.population}]: it is the expected number of "
-                "samples a step, at most the size of the dataset"
+                f"expected_batch_size={expected_batch_size} is not in (0, {self.population}]: it is the expected "
+                "number of samples a step, at most the size of the dataset"
             )
         require_count(
             "max_physical_batch_size",
             max_physical_batch_size,
             "it limits how many samples are in memory at once and changes nothing else",
         )
+        require_count("num_workers", num_workers, "it counts processes that load records", least=0, most=1000)
         self.rate = expected_batch_size / self.population
         self._dataset = dataset
         self._randomness = randomness

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pmlf.arguments import require_positive
+from pmlf.arguments import is_number, require_positive
 from pmlf.batches import batch_size, select, to_device
 from pmlf.capture import LossFunction, Plan
 from pmlf.filters import FilterMemory
 from pmlf.gradients import SumBuffers, Workspace
 from pmlf.methods import Method, resolve
 from pmlf.momentum import CLIPPINGS, Clipping, SampleMomentum
-from pmlf.noise import Randomness, keyed_uniforms, randomness_from, torch_seeded
+from pmlf.noise import LARGEST_STD, Randomness, keyed_uniforms, randomness_from, torch_seeded
 from pmlf.points import History
 from pmlf.validation import check_samples, refuse_unsafe_model
 
@@ -65,21 +65,31 @@ class PrivateStep:
         secure_noise: bool = False,
     ) -> None:
         refuse_unsafe_model(model)
+        if not callable(loss_fn):
+            raise ValueError(f"loss_fn is a {type(loss_fn).__name__}: give a function of (model, batch)")
         require_positive("clip_norm", clip_norm, "it bounds one sample's part in the sum; the paper uses 1.0")
         require_positive("expected_batch_size", expected_batch_size, "it is q * n, a public number")
-        if noise_multiplier != 0.0:
+        without_noise = is_number(noise_multiplier) and noise_multiplier == 0.0
+        if not without_noise:
             require_positive("noise_multiplier", noise_multiplier, "take it from pmlf.accounting.noise_multiplier")
-        if clipping not in CLIPPINGS:
+        if noise_multiplier * clip_norm > LARGEST_STD * min(expected_batch_size, 1.0):
+            raise ValueError(
+                f"noise_multiplier={noise_multiplier}, clip_norm={clip_norm}, expected_batch_size="
+                f"{expected_batch_size} make noise above {LARGEST_STD:g}, more than float32 holds: give other values"
+            )
+        if not isinstance(clipping, str) or clipping not in CLIPPINGS:
             raise ValueError(f"clipping={clipping!r} is not known: give one of {', '.join(CLIPPINGS)}")
-        if noise_multiplier == 0.0:
+        if not isinstance(secure_noise, bool):
+            raise ValueError(f"secure_noise={secure_noise!r} is neither True nor False")
+        if without_noise:
             warnings.warn("noise_multiplier=0: no noise is added and nothing is private", stacklevel=2)
         self.model = model
         self.loss_fn = loss_fn
         self.augmentation = augmentation
         self._mechanism = _Mechanism(
             method=resolve(method),
-            clip_norm=clip_norm,
-            noise_multiplier=noise_multiplier,
+            clip_norm=float(clip_norm),
+            noise_multiplier=float(noise_multiplier),
             expected_batch_size=expected_batch_size,
             clipping=clipping,
             randomness=randomness_from(generator),

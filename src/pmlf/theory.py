@@ -12,7 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from pmlf.arguments import is_number, require_count, require_positive
 from pmlf.filters import Floats, LowPass
+
+_MOST = 10**7  # numbers in one array
 
 
 def momentum_weights(beta: float, k: int) -> Floats:
@@ -49,7 +52,7 @@ def impulse_response(a: Sequence[float], b: Sequence[float], length: int) -> Flo
     >>> impulse_response((-0.5,), (0.5,), 3)
     array([0.5  , 0.25 , 0.125])
     """
-    _check_count("length", length)
+    require_count("length", length, "it counts weights", most=_MOST)
     return LowPass(a, b, corrected=False).impulse_response(length)
 
 
@@ -59,8 +62,7 @@ def normalised_impulse_response(a: Sequence[float], b: Sequence[float], t: int) 
     >>> normalised_impulse_response((-0.5,), (0.5,), 1)
     array([0.66666667, 0.33333333])
     """
-    if t < 0:
-        raise ValueError(f"t={t} is before the first step: give an integer of at least 0.")
+    require_count("t", t, "it numbers the steps from 0", least=0, most=_MOST)
     kappa, corrections = _filter_weights(a, b, t + 1)
     return np.asarray(kappa / corrections[t])
 
@@ -83,18 +85,24 @@ def autocorrelation(gradients: Sequence[ArrayLike | torch.Tensor], lags: int | N
     >>> autocorrelation([[1.0, 0.0], [1.0, 1.0], [1.0, 0.0]], lags=1)
     array([1.  , 0.75])
     """
-    if len(gradients) == 0:
+    try:
+        rows = [_flat(gradient) for gradient in gradients]
+    except TypeError as error:
+        raise ValueError(f"gradients is a {type(gradients).__name__}: give a sequence of gradient vectors.") from error
+    if not rows:
         raise ValueError("gradients is empty: give at least one gradient vector.")
-    vectors = torch.stack([_flat(gradient) for gradient in gradients])  # steps x d
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError("gradients differ in length: give vectors of one length.")
+    vectors = torch.stack(rows)  # steps x d
     steps = len(vectors)
     lags = steps - 1 if lags is None else lags
-    if not 0 <= lags < steps:
+    if isinstance(lags, bool) or not isinstance(lags, Integral) or not 0 <= lags < steps:
         raise ValueError(f"lags={lags} does not fit {steps} gradients: give 0 to {steps - 1}.")
     squares = vectors.square().sum(1)
     unusable = torch.nonzero(~((squares > 0) & squares.isfinite())).flatten()
     if len(unusable):
         step = int(unusable[0])
-        raise ValueError(f"gradient {step} has squared norm {float(squares[step])}: leave out zero or infinite ones.")
+        raise ValueError(f"gradients[{step}] has squared norm {float(squares[step])}: leave out zero or infinite ones.")
     ratios = [(vectors[r:] * vectors[: steps - r]).sum(1) / squares[r:] for r in range(lags + 1)]
     return np.array([float(values.mean()) for values in ratios])
 
@@ -161,7 +169,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            _check_positive(name, value)
+            require_positive(name, value, "Theorem 1 needs a positive number")
 
 
 @final
@@ -191,10 +199,10 @@ def step_size_limit(problem: Problem, *, k: int, clip_norm: float, noise_scale: 
     1.0
     """
     _check_momentum(1.0, k)
-    _check_positive("clip_norm", clip_norm)
-    _check_positive("noise_scale", noise_scale)
-    squared_update = clip_norm**2 + problem.dimension * noise_scale**2
-    return problem.sampling_deviation / (problem.smoothness * math.sqrt(k**3 * squared_update))
+    require_positive("clip_norm", clip_norm, "it is C")
+    require_positive("noise_scale", noise_scale, "it is z C / B")
+    squared_update = _square(clip_norm) + problem.dimension * _square(noise_scale)
+    return problem.sampling_deviation / (problem.smoothness * math.sqrt(float(k) ** 3 * squared_update))
 
 
 def convergence_bound(
@@ -216,17 +224,17 @@ def convergence_bound(
     unknown sign, so it compares settings and is not a proven guarantee. `within_step_size` says whether the
     learning rate keeps to `step_size_limit`.
     """
-    _check_positive("learning_rate", learning_rate)
+    require_positive("learning_rate", learning_rate, "it is eta")
     limit = step_size_limit(problem, k=k, clip_norm=clip_norm, noise_scale=noise_scale)
     dp_ratio = gamma_dp(a=a, b=b, beta=beta, k=k, autocorrelation=autocorrelation, steps=steps)
     sgd_ratio = gamma_sgd(a=a, b=b, beta=beta, k=k, autocorrelation=autocorrelation, steps=steps)
     scale = problem.smoothness * learning_rate
-    variance = problem.sampling_deviation**2 / rho_squared(beta, k)
+    variance = _square(problem.sampling_deviation) / rho_squared(beta, k)
     return ConvergenceBound(
         optimisation=problem.initial_gap / (learning_rate * steps),
-        clipping=scale * clip_norm**2,
-        noise=scale * problem.dimension * noise_scale**2 / dp_ratio,
-        sampling=(problem.gradient_bound**2 + variance) / sgd_ratio,
+        clipping=scale * _square(clip_norm),
+        noise=scale * problem.dimension * _square(noise_scale) / dp_ratio,
+        sampling=(_square(problem.gradient_bound) + variance) / sgd_ratio,
         within_step_size=learning_rate <= limit,
     )
 
@@ -257,7 +265,7 @@ def _weighed_correlations(
 
 def _filter_weights(a: Sequence[float], b: Sequence[float], steps: int) -> tuple[Floats, Floats]:
     """kappa_r and c_t = sum_{r<=t} kappa_r, none of them zero, for `steps` steps."""
-    _check_count("steps", steps)
+    require_count("steps", steps, "it counts releases", most=_MOST)
     kappa = impulse_response(a, b, steps)
     corrections = np.cumsum(kappa)
     if np.any(corrections == 0):
@@ -268,7 +276,10 @@ def _filter_weights(a: Sequence[float], b: Sequence[float], steps: int) -> tuple
 
 def _correlations(autocorrelation: Sequence[float], steps: int) -> Floats:
     """c_0, ..., c_{T-1}: a lag that was not measured is the caller's to guess."""
-    given = np.asarray(autocorrelation, dtype=np.float64)
+    try:
+        given = np.asarray(autocorrelation, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError("autocorrelation is no sequence of numbers: give c_0, c_1, ...") from error
     if given.ndim != 1 or len(given) < steps or not np.all(np.isfinite(given)):
         raise ValueError(
             f"autocorrelation of shape {given.shape} is not {steps} finite values c_0, c_1, ...: give one a "
@@ -278,20 +289,20 @@ def _correlations(autocorrelation: Sequence[float], steps: int) -> Floats:
 
 
 def _flat(gradient: ArrayLike | torch.Tensor) -> torch.Tensor:
-    return torch.as_tensor(gradient).detach().flatten().to("cpu", torch.float64)
+    try:
+        return torch.as_tensor(gradient).detach().flatten().to("cpu", torch.float64)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(
+            "gradients holds something that is no vector of real numbers: give tensors or lists"
+        ) from error
+
+
+def _square(value: float) -> float:
+    """Infinite where ** would raise."""
+    return float(value) * float(value)
 
 
 def _check_momentum(beta: float, k: int) -> None:
-    if not 0 < beta <= 1:
+    if not (is_number(beta) and 0 < beta <= 1):
         raise ValueError(f"beta={beta} is outside (0, 1]: give what an iterate weighs beside the next.")
-    _check_count("k", k)
-
-
-def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name}={value} is no count: give an integer of at least 1.")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}={value} is not allowed: give a finite number above 0.")
+    require_count("k", k, "it counts iterates", most=_MOST)

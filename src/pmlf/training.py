@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from pmlf import accounting
 from pmlf.accounting import Event
-from pmlf.arguments import require_count, require_positive, steps_of_epochs
+from pmlf.arguments import is_number, require_count, require_positive, steps_of_epochs
 from pmlf.averaging import ParameterAverage
 from pmlf.capture import LossFunction
 from pmlf.evaluation import confusion_matrix
@@ -64,7 +64,7 @@ def make_private(
     `batch_size` is the expected size B of a Poisson draw; T = ceil(epochs * n / B) unless `steps` gives it. `loss_fn`
     takes (model, batch) and returns one loss a sample. The noise is calibrated to `target_epsilon`, or given.
     `seed=None` means cryptographic noise and sampling; a seed makes the run reproducible, and so not fit for release.
-    `secure_noise` hardens the noise against floating-point attacks (a mitigation, at a few per cent of a step).
+    `secure_noise` hardens the noise against floating-point attacks (a mitigation, at well below a per cent of a step).
     `max_physical_batch_size="auto"` takes a size that fits memory and is fast, measured once on synthetic inputs.
     `scheduler.step()` is called once after every step. `ema` is the decay of an average of the released parameters,
     at no privacy cost (`PrivateRun.averaged_model`). `lengths`, a number a record, has records of like length share a
@@ -75,11 +75,13 @@ def make_private(
     records = population(dataset)
     delta = _checked_delta(target_delta, records)
     planned = _planned_steps(epochs, steps, records, batch_size)
-    if not 0.0 < batch_size <= records:
+    if not (is_number(batch_size) and 0.0 < batch_size <= records):
         raise ValueError(
             f"batch_size={batch_size} is not in (0, {records}]: it is the expected number of samples a step, at most "
             "the size of the dataset"
         )
+    if batch_size / records < accounting.LEAST_RATE:
+        raise ValueError(f"batch_size={batch_size} of {records} records is too small a rate to account for: give more")
     if (target_epsilon is None) == (noise_multiplier is None):
         raise ValueError("give target_epsilon or noise_multiplier, one of the two")
     if noise_multiplier is None and ledger is not None:
@@ -95,6 +97,7 @@ def make_private(
         )
     else:
         require_positive("noise_multiplier", noise_multiplier, "without noise nothing is private")
+        accounting.check_mechanism(noise_multiplier, batch_size / records, planned)
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise ValueError(f"seed={seed!r} is not a whole number or None")
     _check_optimizer(model, optimizer)
@@ -117,7 +120,7 @@ def make_private(
         augmentation=augmentation,
         secure_noise=secure_noise,
     )
-    if max_physical_batch_size == "auto":
+    if isinstance(max_physical_batch_size, str) and max_physical_batch_size == "auto":
         first = [dataset[index] for index in range(min(EXAMPLES, records))]
         example = (collate_fn or default_collate)(first)
         most = math.ceil(batch_size + 4 * math.sqrt(batch_size))  # hardly any draw is larger
@@ -154,6 +157,7 @@ def evaluate(
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> float:
     """Accuracy on held-out records, which are not protected: a fraction. Eval mode, no gradients, mode restored."""
+    require_count("batch_size", batch_size, "it counts the records looked at together")
     confusion = confusion_matrix(
         model, dataset, logits=logits, labels=labels, batch_size=batch_size, collate_fn=collate_fn
     )
@@ -161,7 +165,7 @@ def evaluate(
 
 
 def _checked_delta(delta: float, records: int) -> float:
-    if not 0.0 < delta < 1.0:
+    if not (is_number(delta) and 0.0 < delta < 1.0):
         raise ValueError(
             f"target_delta={delta} is not in (0, 1): choose well below 1/n, here below {1.0 / records:.2g}"
         )

@@ -13,10 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, special, stats
 
+from pmlf.arguments import is_number, require_count
+
 Floats = NDArray[np.float64]
 
 _MOST_THRESHOLDS = 500
 _LARGEST_EPSILON = 100.0
+_SMALLEST_MU, _LARGEST_MU = 1e-12, 1e4
 
 
 def clopper_pearson(hits: NDArray[np.int64], trials: int, failure: float) -> tuple[Floats, Floats]:
@@ -34,6 +37,8 @@ def clopper_pearson(hits: NDArray[np.int64], trials: int, failure: float) -> tup
 def raw_epsilon(inside: Floats, outside: Floats, delta: float, confidence: float) -> float:
     """The (epsilon, delta) definition itself, P[S | D'] <= e^epsilon P[S | D] + delta, for events score > threshold
     and their complements, with Clopper-Pearson bounds on both probabilities."""
+    _check_probability("delta", delta)
+    _check_probability("confidence", confidence)
     choose, judge = _halves(inside, outside)
     thresholds = _candidates(*choose)
     found = [bound(*choose, thresholds, delta, confidence) for bound in (_by_presence, _by_absence)]
@@ -49,6 +54,7 @@ def gaussian_mu(inside: Floats, outside: Floats, confidence: float) -> float:
     independent coins whose mean chance is at most that; its upper tail is at most a binomial's (Hoeffding 1956), which
     Clopper-Pearson inverts.
     """
+    _check_probability("confidence", confidence)
     choose, judge = _halves(inside, outside)
     thresholds = _candidates(*choose)
     threshold = thresholds[int(np.argmax(_balanced_hits(*choose, thresholds)))]
@@ -64,7 +70,12 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     >>> round(gaussian_epsilon(1.0, 1e-5), 3)
     4.377
     """
-    if mu == 0.0:
+    _check_probability("delta", delta)
+    if not (is_number(mu) and 0.0 <= mu < math.inf):
+        raise ValueError(f"mu={mu} is no separation of two Gaussians: give a finite number of at least 0")
+    if mu > _LARGEST_MU:
+        raise ValueError(f"mu={mu} is above {_LARGEST_MU:g}, where nothing is private: give a smaller one")
+    if mu < _SMALLEST_MU:  # delta at epsilon 0 is below mu
         return 0.0
 
     def excess(epsilon: float) -> float:
@@ -82,6 +93,8 @@ def one_run_epsilon(
     Steinke, Nasr & Jagielski, "Privacy auditing with one (1) training run" (2023), Theorem 5.2: no assumption on how
     the scores depend on each other. `guesses` must not depend on the scores.
     """
+    require_count("guesses", guesses, "it counts canaries guessed, of those there are", least=2, most=len(scores))
+    _check_probability("confidence", confidence)
     order = np.argsort(scores, kind="stable")
     correct = int((~included[order[: guesses // 2]]).sum() + included[order[len(order) - guesses // 2 :]].sum())
     guesses = 2 * (guesses // 2)
@@ -98,7 +111,14 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
     >>> round(one_run_p_value(100, 100, 60, 0.0, 0.0), 4)  # coin tosses
     0.0284
     """
-    chance = float(special.expit(epsilon))
+    require_count("canaries", canaries, "it counts coins tossed")
+    require_count("guesses", guesses, "it counts the canaries guessed", most=canaries)
+    require_count("correct", correct, "it counts the guesses that were right", least=0, most=guesses)
+    if not (is_number(epsilon) and 0.0 <= epsilon < math.inf):
+        raise ValueError(f"epsilon={epsilon} is no privacy loss: give a finite number of at least 0")
+    if not (is_number(delta) and 0.0 <= delta < 1.0):
+        raise ValueError(f"delta={delta} is not in [0, 1)")
+    chance = float(special.expit(float(epsilon)))
     tail = float(stats.binom.sf(correct - 1, guesses, chance))
     fewer = np.arange(1, correct + 1)
     below = stats.binom.cdf(correct - 1, guesses, chance) - stats.binom.cdf(correct - 1 - fewer, guesses, chance)
@@ -139,18 +159,22 @@ def _above(scores: Floats, thresholds: Floats) -> NDArray[np.int64]:
 
 def _halves(inside: Floats, outside: Floats) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
     """(to choose a threshold on, to judge by)."""
-    if min(len(inside), len(outside)) < 2:
-        raise ValueError(
-            f"there are {len(inside)} scores with the record and {len(outside)} without: at least 2 of each are needed"
-        )
-    if not (np.isfinite(inside).all() and np.isfinite(outside).all()):
-        raise ValueError("some scores are not finite: a bound cannot be computed from them")
+    for name, scores in (("inside", inside), ("outside", outside)):
+        if not isinstance(scores, np.ndarray) or scores.ndim != 1 or scores.dtype != np.float64 or len(scores) < 2:
+            raise ValueError(f"{name} is not a vector of scores: give an array of at least 2 float64 numbers")
+        if not np.isfinite(scores).all():
+            raise ValueError(f"{name} has scores that are not finite: a bound cannot be computed from them")
     return (inside[::2], outside[::2]), (inside[1::2], outside[1::2])
 
 
 def _candidates(inside: Floats, outside: Floats) -> Floats:
     values = np.unique(np.concatenate([inside, outside]))
     return values if len(values) <= _MOST_THRESHOLDS else np.quantile(values, np.linspace(0, 1, _MOST_THRESHOLDS))
+
+
+def _check_probability(name: str, value: float) -> None:
+    if not (is_number(value) and 0.0 < value < 1.0):
+        raise ValueError(f"{name}={value} is not in (0, 1): it is a probability")
 
 
 def _root(excess: Callable[[float], float], largest: float) -> float:

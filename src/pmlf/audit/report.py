@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pmlf import accounting
-from pmlf.arguments import require_count, require_positive
+from pmlf.arguments import is_number, require_count, require_positive
 from pmlf.audit import bounds
 from pmlf.audit.canaries import Mechanism, Progress, Scores, audited_scores, unheard
 from pmlf.audit.controls import Control
@@ -42,11 +42,11 @@ class Settings:
         require_positive("epsilon", self.epsilon, "it is the claim to test")
         require_count("steps", self.steps, "it counts the releases of a run")
         require_count("canaries", self.canaries, "half of them take part", least=100)
-        if not 1e-7 <= self.delta < 1.0:
+        if not (is_number(self.delta) and 1e-7 <= self.delta < 1.0):
             raise ValueError(f"delta={self.delta} is not in [1e-7, 1): the one-run bound needs a thousandth of it")
-        if not 0.0 < self.sample_rate <= 1.0:
+        if not (is_number(self.sample_rate) and 0.0 < self.sample_rate <= 1.0):
             raise ValueError(f"sample_rate={self.sample_rate} is not in (0, 1]: it is a record's chance to be drawn")
-        if not 0.5 <= self.confidence < 1.0:
+        if not (is_number(self.confidence) and 0.5 <= self.confidence < 1.0):
             raise ValueError(f"confidence={self.confidence} is not in [0.5, 1): 0.9999 lets one audit in 10,000 err")
         if self.guesses is not None:
             require_count("guesses", self.guesses, "it counts canaries guessed", least=2)

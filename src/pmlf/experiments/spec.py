@@ -185,7 +185,7 @@ class Setting(Budget):
 
     secure_noise: bool = False
     """Make every Gaussian from four, against attacks on the last bits of floating-point noise.
-    A mitigation, not a proof; it costs a few per cent of a step at most."""
+    A mitigation, not a proof; it costs well below a per cent of a step."""
 
     max_physical_batch_size: int | Literal["auto"] = 256
     """Records in memory at once: a number, or auto for what fits memory and is fast, measured once at the start.
