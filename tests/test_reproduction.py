@@ -37,7 +37,7 @@ def test_the_record_holds_every_run_with_its_certificate_and_command(tmp_path: P
     for cell in record["cells"]:
         assert [run["seed"] for run in cell["runs"]] == [0, 1]
         for one in cell["runs"]:
-            certificate = record["certificates"][one["certificate"]]
+            certificate = cell["certificate"]
             assert certificate["method"]["name"] == cell["method"]
             assert one["epsilon"] == certificate["epsilon_at_released_steps"]["pld"] <= cell["target_epsilon"]
             assert one["accuracy"] == one["curve"][-1][1] and one["split"] == "test"
@@ -61,8 +61,9 @@ def test_tuning_chooses_by_held_out_records_and_ends_on_all_of_them(tmp_path: Pa
         assert held_out[cell["lr"]] == max(held_out.values())
         (final,) = cell["runs"]
         assert final["lr"] == cell["lr"] and final["split"] == "test"
-        sizes = {record["certificates"][one["certificate"]]["records"] for one in (*cell["trials"], final)}
-        assert sizes == {14, 16}  # a tenth of 16 held out, rounded
+        folders = [tmp_path / "runs" / one["key"] for one in (*cell["trials"], final)]
+        sizes = [json.loads((folder / "certificate.json").read_text())["records"] for folder in folders]
+        assert sizes == [14, 14, 16]  # a tenth of 16 held out, rounded
 
 
 def test_of_equally_good_rates_the_smallest_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +82,19 @@ def test_what_fails_is_said_and_the_rest_is_recorded(tmp_path: Path) -> None:
     record, _, failed = run(plan(tmp_path, artifact=broken))
     assert len(failed) == 1 and "nonsense, linear on fashion-mnist-small, epsilon 8, seed 0" in failed[0]
     assert [len(cell["runs"]) for cell in record["cells"]] == [0, 1]
+
+
+def test_an_interrupted_artifact_leaves_a_record_of_what_was_run(tmp_path: Path) -> None:
+    class Stop(Heard):
+        def began(self, job: jobs.Job) -> None:
+            if self.errors:
+                raise KeyboardInterrupt
+
+    one = plan(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        reproduction.reproduce(one, executors.here, Stop())
+    record = json.loads(one.record_path.read_text())
+    assert [len(cell["runs"]) for cell in record["cells"]] == [1, 0]
 
 
 def test_seeds_pair_the_methods_by_weights_and_draws(tmp_path: Path) -> None:

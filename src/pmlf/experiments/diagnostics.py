@@ -20,7 +20,7 @@ from pmlf import theory
 from pmlf.batches import to_device
 from pmlf.capture import Plan
 from pmlf.experiments.results import SENSITIVE_NOTE
-from pmlf.experiments.spec import RunSpec
+from pmlf.experiments.spec import RunSpec, flag
 from pmlf.experiments.tasks import Task
 from pmlf.filters import LowPass
 from pmlf.gradients import Workspace
@@ -98,6 +98,7 @@ class Probe:
         filtered_noise, filtered_signal = _filtered(method.low_pass, noise), _filtered(method.low_pass, signal)
         return {
             "note": SENSITIVE_NOTE,
+            "command": _command(self._spec),
             "run": {
                 "method": self._spec.method,
                 "dataset": self._spec.dataset,
@@ -139,7 +140,8 @@ class Probe:
                 "clipped_without_momentum": float(np.mean([pair[0] for pair in self._clipped])),
                 "clipped_with_momentum": float(np.mean([pair[1] for pair in self._clipped])),
             },
-            "gamma": _gammas(method.low_pass, weights, correlations),
+            # lags that at least half of the steps have: the rest are means of a few pairs
+            "gamma": _gammas(method.low_pass, weights, correlations[: max(1, len(correlations) // 2)]),
         }
 
     def _clipped_mean(self, points: Sequence[Point]) -> tuple[Tensor, Tensor]:
@@ -214,6 +216,13 @@ def _spectrum(series: Series) -> list[list[float]]:
 def _bias(means: Series, gradients: Series) -> float:
     """|mean of what was clipped - gradient| / |gradient|, over all steps."""
     return float(np.sqrt(_energy(means - gradients).sum() / _energy(gradients).sum()))
+
+
+def _command(spec: RunSpec) -> str:
+    """What measures this again, the method's own parameters aside."""
+    said = ("method", "dataset", "records", "model", "epsilon", "epochs", "steps", "batch_size", "lr", "seed")
+    given = [f"{flag(name)} {getattr(spec, name)}" for name in said if getattr(spec, name) is not None]
+    return f"pmlf train --diagnostics {' '.join(given)}"
 
 
 def _gammas(low_pass: LowPass, weights: Sequence[float], correlations: NDArray[np.float64]) -> dict[str, Any]:

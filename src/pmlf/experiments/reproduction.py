@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -14,7 +13,7 @@ from pmlf.experiments.artifacts import PROTOCOLS, Artifact, Cell
 from pmlf.experiments.executors import Execute, Listener
 from pmlf.experiments.jobs import COST, RESULT, Job, News, finished, job
 from pmlf.experiments.spec import RunSpec
-from pmlf.files import write_json
+from pmlf.files import write_atomically
 
 RUNS = "runs"
 
@@ -82,17 +81,19 @@ class Errors:
 
 
 def reproduce(plan: Plan, execute: Execute, listener: Listener) -> list[str]:
-    """Carry out what is not finished yet, write the record, and return what failed, a line each."""
+    """Carry out what is not finished yet and return what failed, a line each; the record is written in any case."""
     errors = Errors(listener=listener)
-    if plan.protocol == "tuned":
-        _execute(plan, [trial for cell in plan.cells for trial in cell.trials()], execute, errors)
-    specs = []
-    for panel in plan.artifact.panels[plan.profile]:
-        runs = [_final(plan, cell) for cell in plan.cells if cell.panel is panel]
-        # a seed of all variants before the next seed of any: what was run so far can then be compared
-        specs += [spec for of_a_seed in zip_longest(*runs) for spec in of_a_seed if spec is not None]
-    _execute(plan, specs, execute, errors)
-    write_record(plan)
+    try:
+        if plan.protocol == "tuned":
+            _execute(plan, [trial for cell in plan.cells for trial in cell.trials()], execute, errors)
+        specs = []
+        for panel in plan.artifact.panels[plan.profile]:
+            runs = [_final(plan, cell) for cell in plan.cells if cell.panel is panel]
+            # a seed of all variants before the next seed of any: what was run so far can then be compared
+            specs += [spec for of_a_seed in zip_longest(*runs) for spec in of_a_seed if spec is not None]
+        _execute(plan, specs, execute, errors)
+    finally:
+        write_record(plan)
     return list(errors.of.values())
 
 
@@ -117,7 +118,6 @@ def chosen_rate(plan: Plan, cell: Cell) -> float | None:
 
 def write_record(plan: Plan) -> dict[str, Any]:
     """What the folders hold of a plan, finished runs alone, as a document beside them."""
-    certificates: dict[str, Any] = {}
     cells = []
     for cell in plan.cells:
         setting = cell.panel.setting
@@ -135,10 +135,11 @@ def write_record(plan: Plan) -> dict[str, Any]:
             "epochs": setting.epochs,
             "steps": setting.steps,
             "planned_seeds": cell.panel.seeds if plan.seeds is None else plan.seeds,
-            "runs": _runs(plan, final, certificates),
+            "runs": (runs := _runs(plan, final)),
+            "certificate": _certificate(plan, runs),
         }
         if plan.protocol == "tuned":
-            document["trials"] = _runs(plan, cell.trials(), certificates)
+            document["trials"] = _runs(plan, cell.trials())
         cells.append(document)
     record = {
         "artifact": plan.artifact.name,
@@ -148,10 +149,9 @@ def write_record(plan: Plan) -> dict[str, Any]:
         "protocol": plan.protocol,
         "command": plan.command,
         "cells": cells,
-        "certificates": certificates,
     }
     plan.out.mkdir(parents=True, exist_ok=True)
-    write_json(plan.record_path, record)
+    write_atomically(plan.record_path, _lines(record).encode())
     return record
 
 
@@ -161,7 +161,6 @@ def read_run(job: Job) -> dict[str, Any] | None:
         return None
     result = json.loads((job.folder / RESULT).read_text())
     evaluations = result["evaluations"]
-    certificate = json.loads((job.folder / "certificate.json").read_text())
     cost = job.folder / COST
     return {
         "key": job.key,
@@ -174,9 +173,15 @@ def read_run(job: Job) -> dict[str, Any] | None:
         "delta": result["delta"],
         "noise_multiplier": result["noise_multiplier"],
         "steps": result["steps"],
-        "certificate": certificate,
         "cost": json.loads(cost.read_text()) if cost.is_file() else None,
     }
+
+
+def _lines(record: Mapping[str, Any]) -> str:
+    """JSON with a line a cell: small, and readable as a difference."""
+    head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in record.items() if name != "cells"]
+    cells = ",\n".join(json.dumps(cell) for cell in record["cells"])
+    return "{" + ",\n".join(head) + f',\n"cells": [\n{cells}\n]}}\n'
 
 
 def _execute(plan: Plan, specs: Sequence[RunSpec], execute: Execute, errors: Errors) -> None:
@@ -187,12 +192,14 @@ def _execute(plan: Plan, specs: Sequence[RunSpec], execute: Execute, errors: Err
     execute(left, errors)
 
 
-def _runs(plan: Plan, specs: Sequence[RunSpec], certificates: dict[str, Any]) -> list[dict[str, Any]]:
-    """Finished runs, each with the name of its certificate: seeds of a cell share one."""
-    found = [run for run in (read_run(plan.job(spec)) for spec in specs) if run is not None]
-    for run in found:
-        text = json.dumps(run["certificate"], sort_keys=True)
-        name = hashlib.sha256(text.encode()).hexdigest()[:12]
-        certificates[name] = run["certificate"]
-        run["certificate"] = name
+def _runs(plan: Plan, specs: Sequence[RunSpec]) -> list[dict[str, Any]]:
+    """The finished ones."""
+    return [run for run in (read_run(plan.job(spec)) for spec in specs) if run is not None]
+
+
+def _certificate(plan: Plan, runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Of a cell's first run: those of its other seeds have the same numbers, and are in their folders."""
+    if not runs:
+        return None
+    found: dict[str, Any] = json.loads((plan.out / RUNS / runs[0]["key"] / "certificate.json").read_text())
     return found

@@ -17,6 +17,7 @@ from pmlf.experiments.report.tables import Panel, Trials, duration, panels, tria
 from pmlf.filters import LowPass
 
 _PER_PAGE_FREQUENCIES = 101
+_LOWEST_GAIN = 1e-3  # a zero of the response would stretch the axis to 1e-17
 
 
 def render(records: Sequence[Record], diagnostics: Sequence[dict[str, Any]]) -> str:
@@ -52,11 +53,11 @@ class _View:
     trials: list[Trials]
     curves: list[Chart]
     facts: list[tuple[str, str]]
-    certificates: list[tuple[str, str]]
+    certificates: list[tuple[str, dict[str, Any]]]
 
 
 def _view(record: Record) -> _View:
-    names = {run["certificate"]: f"{cell.place}: {cell.variant}" for cell in record.cells for run in cell.runs}
+    certified = [(f"{cell.place}: {cell.variant}", cell.document["certificate"]) for cell in record.cells if cell.runs]
     return _View(
         charts=charts.of_record(record),
         panels=panels(record),
@@ -64,7 +65,7 @@ def _view(record: Record) -> _View:
         trials=trials(record),
         curves=charts.learning_curves(record),
         facts=words.facts(record),
-        certificates=list(names.items()),
+        certificates=certified,
     )
 
 
@@ -111,7 +112,7 @@ def _filters() -> dict[str, Any]:
         frequencies, response = low_pass.frequency_response(_PER_PAGE_FREQUENCIES)
         gains = [abs(complex(value)) for value in response]
         label = paper.filter_label(a, b)
-        points = [(float(f), g, g, g) for f, g in zip(frequencies, gains, strict=True)]
+        points = [(float(f), g, g, g) for f, g in zip(frequencies, gains, strict=True) if g > _LOWEST_GAIN]
         series.append(Series(name=label, points=points, colour=colour))
         rows.append((label, low_pass.noise_gain, low_pass.mean_delay, low_pass.is_convex))
     title = "What is left of an oscillation, by its frequency"

@@ -109,7 +109,6 @@ class Record:
         self.command: str = document["command"]
         self.axis: str = document["axis"]
         self.cells = [Cell(cell) for cell in document["cells"]]
-        self.certificates: dict[str, Any] = document["certificates"]
 
     @property
     def key(self) -> str:

@@ -49,10 +49,12 @@ class Trials:
 
 
 def panels(record: Record) -> list[Panel]:
-    """A table a dataset and model."""
+    """A table a dataset and model of which something was run."""
     found = []
     for dataset, model in dict.fromkeys((place.dataset, place.model) for place in record.places):
         mine = [c for c in record.cells if (c.place.dataset, c.place.model) == (dataset, model)]
+        if not any(cell.runs for cell in mine):
+            continue
         epsilons = sorted({cell.place.epsilon for cell in mine})
         variants = list(dict.fromkeys(cell.variant for cell in mine))
         cells = {(cell.variant, cell.place.epsilon): cell for cell in mine}

@@ -82,7 +82,8 @@ def _panel(panel: Panel) -> str:
 
 def _diagnostics(view: dict[str, Any]) -> str:
     head = ["quantity", "theory", "measured", "what it means"]
-    return f"## Theory beside measurement: {view['title']}\n\n" + _table(head, [list(row) for row in view["rows"]])
+    begin = f"## Theory beside measurement: {view['title']}\n\n`{view['command']}`\n\n"
+    return begin + _table(head, [list(row) for row in view["rows"]])
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -24,6 +24,7 @@ def view(document: dict[str, Any]) -> dict[str, Any]:
         f"{document['steps']} steps, seed {run['seed']}, {document['probed_records']} probed records, {kept}",
         "charts": [_autocorrelation(document), _spectra(document)],
         "rows": _rows(document),
+        "command": document["command"],
     }
 
 
