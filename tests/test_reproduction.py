@@ -108,6 +108,14 @@ def test_seeds_pair_the_methods_by_weights_and_draws(tmp_path: Path) -> None:
         assert len({(folder / "model.safetensors").read_bytes() for folder in folders}) == 1
 
 
+def test_a_device_changes_where_a_run_is_carried_out_and_not_its_folder(tmp_path: Path) -> None:
+    here, elsewhere = plan(tmp_path), replace(plan(tmp_path), device="abacus", seeds=1)
+    spec = here.cells[0].run(0)
+    assert elsewhere.job(spec).folder == here.job(spec).folder and elsewhere.job(spec).spec.device == "abacus"
+    _, _, failed = run(elsewhere)
+    assert len(failed) == 2 and all("device='abacus'" in line for line in failed)
+
+
 def test_an_unknown_protocol_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'fair': choose one of shared, tuned"):
         plan(tmp_path, "fair")

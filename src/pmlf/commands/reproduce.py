@@ -51,6 +51,9 @@ class Reproduce(Command):
     executor: str = "local"
     """local, or ray: hand the runs to a Ray cluster (RAY_ADDRESS) whose machines share the folder."""
 
+    device: str = "cpu"
+    """Where to train: cpu, cuda, cuda:1, mps."""
+
     out: Path = Path("runs/reproduction")
     """Folder of all runs and of the records made from them."""
 
@@ -77,6 +80,7 @@ class Reproduce(Command):
                 out=self.out,
                 seeds=self.seeds,
                 data_dir=self.data_dir,
+                device=self.device,
             )
             for name in names
         ]

@@ -83,7 +83,8 @@ def carry_out(job: Job, tell: Tell) -> None:
         result = runner.run(spec, job.folder, data_dir=job.data_dir, observer=_Telling(job.key, tell), resume=True)
         if result.interrupted:
             raise KeyboardInterrupt
-        cost = {"seconds": round(result.seconds, 1), "threads": torch.get_num_threads(), "machine": machine()}
+        where = {**machine(), "device": job.spec.device}
+        cost = {"seconds": round(result.seconds, 1), "threads": torch.get_num_threads(), "machine": where}
         write_json(job.folder / COST, cost)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ class Plan:
     out: Path
     seeds: int | None = None  # None as many as each panel has
     data_dir: Path | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
@@ -55,7 +56,8 @@ class Plan:
         return [cell.run(seed, rate) for seed in range(seeds)]
 
     def job(self, spec: RunSpec) -> Job:
-        return job(spec, self.out / RUNS, data_dir=self.data_dir)
+        """The folder is the spec's, wherever it is carried out."""
+        return replace(job(spec, self.out / RUNS, data_dir=self.data_dir), spec=replace(spec, device=self.device))
 
 
 @dataclass(kw_only=True)
