@@ -8,6 +8,7 @@ buffers rewritten from the data; an input changed in place after a layer used it
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -139,6 +140,9 @@ class _Recorder:
             )
         return output
 
+    def forget(self) -> None:
+        self.seen, self.edges, self.versions = [], [], []
+
     def refuse_changed_inputs(self) -> None:
         for seen, fixed in zip(self.seen, self.versions, strict=True):
             if any(tensor._version != version for tensor, version in fixed):
@@ -177,7 +181,7 @@ def capture(
     before = {name: (buffer, buffer._version) for name, buffer in buffers.items()}
     recorder = _Recorder(samples)
 
-    def run(model: nn.Module) -> Sequence[Tensor | None]:
+    def run(model: nn.Module) -> tuple[Tensor | None, ...]:
         loss = per_sample_loss(loss_fn(model, batch), samples)
         recorder.recording = False
         if recorder.without_grad:
@@ -199,7 +203,12 @@ def capture(
         )
     recorder.refuse_changed_inputs()
 
-    for seen, grad in zip(recorder.seen, grads, strict=False):
+    bare = grads[len(recorder.seen) :]
+    calls = deque(zip(recorder.seen, grads[: len(recorder.seen)], strict=True))
+    del grads
+    recorder.forget()
+    while calls:  # what a layer has served for is let go before the next one
+        seen, grad = calls.popleft()
         if grad is None:
             continue
         own = seen.watched.own
@@ -215,9 +224,10 @@ def capture(
             found = seen.watched.rule(call, own)
         else:
             found = by_vmap(call, own, _module_values(model, seen.module, values))
-        for local, contribution in found.items():
-            yield own[local], contribution
-    for name, grad in zip(sorted(plan.expanded), grads[len(recorder.seen) :], strict=True):
+        del seen, grad, call
+        for local in list(found):
+            yield own[local], found.pop(local)
+    for name, grad in zip(sorted(plan.expanded), bare, strict=True):
         if grad is not None:
             yield name, grad.detach().clone()  # autograd may give two parameters views of one tensor
 

@@ -17,7 +17,7 @@ from pmlf.factors import Factors
 _SMALL_PRODUCT = 1.2  # a multiply-add of a product for one sample
 _WIDE_PRODUCT = 2.2  # one of a float64 product, conversion of its factors included
 _TOUCH = 4  # a number written to memory or read from it
-LATE_BYTES = 1 << 26  # of per-sample gradients formed late, a slice of the samples at a time
+LATE_BYTES = 1 << 25  # of per-sample gradients formed late, a slice of the samples at a time
 
 
 def gram_cost(uses: Sequence[Factors]) -> float:
@@ -52,11 +52,11 @@ def holds_at_once(use: Factors, points: int) -> bool:
 def held_late(kept: Mapping[str, Sequence[Factors]], samples: int) -> tuple[list[str], int]:
     """Which of the parameters kept as factors to form for a slice of the samples at a time, and the slice's size.
 
-    Those that save most for their size come first; at least `samples`/16 of the samples must fit into a slice.
+    Those that save most for their size come first, as long as two samples fit into a slice.
     """
     savings = {name: saved_by_holding(uses) for name, uses in kept.items()}
     ranked = sorted((n for n in kept if savings[n] > 0), key=lambda n: savings[n] / kept[n][0].size, reverse=True)
-    smallest = max(1, samples // 16)
+    smallest = min(2, samples)
     chosen: list[str] = []
     bytes_each = 0
     for name in ranked:
