@@ -42,7 +42,9 @@ class Job:
         """What a progress display calls it."""
         spec = self.spec
         trial = f", trial lr {spec.lr:g}" if spec.holdout else f", seed {spec.seed}"
-        return f"{spec.method}, {spec.model} on {spec.dataset}, epsilon {spec.epsilon:g}{trial}"
+        given = {name: value for name, value in vars(spec.options).items() if value is not None}
+        options = "".join(f" {name}={str(value).replace(' ', '')}" for name, value in given.items())
+        return f"{spec.method}{options}, {spec.model} on {spec.dataset}, epsilon {spec.epsilon:g}{trial}"
 
 
 @dataclass(frozen=True, kw_only=True)
