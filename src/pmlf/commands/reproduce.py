@@ -96,7 +96,7 @@ class Reproduce(Command):
         records = [str(plan.record_path) for plan in plans]
         self.show(
             {"records": records, "failed": failed},
-            f"{len(records)} record{'' if len(records) == 1 else 's'} in {self.out}: pmlf report {self.out} makes a page",
+            f"records of {', '.join(names)} are in {self.out}: pmlf report {self.out} makes a page",
         )
         return FAILED if failed else 0
 
