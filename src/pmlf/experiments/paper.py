@@ -213,9 +213,7 @@ ARTIFACTS = (
         panels={
             "paper": tuple(_paper("cifar10", m, [1.0], methods("cifar10")) for m in ("cnn5", "resnet18", "vit")),
             "cpu": (_cpu("cifar10", "cnn5", [1.0], methods("cifar10")),),
-            "smoke": tuple(
-                _smoke(m, [1.0], methods(_SMALL, "inner-outer", "dp-pmlf")) for m in ("cnn5", "resnet18", "vit")
-            ),
+            "smoke": tuple(_smoke(m, [1.0], methods(_SMALL, "dp-pmlf")) for m in ("cnn5", "resnet18", "vit")),
         },
     ),
     Artifact(
@@ -252,7 +250,7 @@ ARTIFACTS = (
                 _paper(d, "resnet18", [1.0], methods(d), epochs=100) for d in ("mnist", "fashion-mnist", "cifar100")
             ),
             "cpu": (_cpu("mnist", "resnet18", [1.0], methods("mnist")),),
-            "smoke": (_smoke("resnet18", [1.0], methods(_SMALL, "inner-outer", "dp-pmlf")),),
+            "smoke": (_smoke("resnet18", [1.0], methods(_SMALL, "dp-pmlf")),),
         },
     ),
     Artifact(
@@ -282,7 +280,7 @@ ARTIFACTS = (
         panels={
             "paper": tuple(_paper(d, "vit", [1.0, 8.0], methods(d)) for d in _IMAGES),
             "cpu": (_cpu("mnist", "vit", [1.0, 8.0], methods("mnist")),),
-            "smoke": (_smoke("vit", [1.0], methods(_SMALL, "inner-outer", "dp-pmlf")),),
+            "smoke": (_smoke("vit", [1.0], methods(_SMALL, "dp-pmlf")),),
         },
     ),
     Artifact(
@@ -302,7 +300,7 @@ ARTIFACTS = (
         panels={
             "paper": tuple(_paper(d, "resnet18", [1.0, 8.0], methods(d)) for d in _IMAGES),
             "cpu": (_cpu("mnist", "resnet18", [1.0, 8.0], methods("mnist")),),
-            "smoke": (_smoke("resnet18", [1.0], methods(_SMALL, "inner-outer", "dp-pmlf")),),
+            "smoke": (_smoke("resnet18", [1.0], methods(_SMALL, "dp-pmlf")),),
         },
     ),
     Artifact(
