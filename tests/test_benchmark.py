@@ -207,7 +207,7 @@ def test_tables_fit_a_terminal_and_the_picture_is_drawn(tmp_path: Path) -> None:
     made = [made_up(name) for name in cases.CASES]
     document = {
         "machine": suite.machine(2),
-        "settings": {"rounds": 3, "batch_scale": 0.5},
+        "settings": {"rounds": 3, "batch_scale": 0.5, "clock": "cpu"},
         "cases": made,
         "targets": report.check_targets(made),
     }
@@ -246,7 +246,7 @@ def test_growth_as_table_and_picture(tmp_path: Path) -> None:
     )
     document = {
         "machine": suite.machine(2),
-        "settings": {"rounds": 1, "batch_scale": 1.0},
+        "settings": {"rounds": 1, "batch_scale": 1.0, "clock": "wall"},
         "growth": growth.to_json([series]),
     }
     shown = text_of(*suite.readable(document))
@@ -258,3 +258,8 @@ def test_growth_as_table_and_picture(tmp_path: Path) -> None:
 def test_every_stack_and_contender_of_growth_is_found() -> None:
     assert all(cases.find(name).name == name for name in cases.STACKS)
     assert all(contenders.find(f"pmlf-k{k}").name == f"pmlf-k{k}" for k in (1, 2, 4, 8))
+
+
+def test_processor_time_is_of_one_thread() -> None:
+    with pytest.raises(ValueError, match=r"clock='cpu' adds up the time of all threads=2: give --threads 1"):
+        suite.Settings(clock="cpu", threads=2).resolved()

@@ -23,13 +23,17 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 if TYPE_CHECKING:  # the parent does not need it
     from pmlf.benchmark.contenders import Runner
 
 _ROUND_SECONDS = 0.1  # of a call that takes milliseconds, a round is several
 _OOM_FIRST = 1000  # of all processes the kernel should kill this one first, when memory runs out
+
+
+Clock = Literal["wall", "cpu"]
+_CLOCKS: dict[Clock, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,7 @@ class Job:
     contender: str
     threads: int
     batch_scale: float = 1.0
+    clock: Clock = "wall"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +110,7 @@ class _Worker:
 
         job = self._job
         command = [sys.executable, "-m", "pmlf.benchmark.measure", "--case", job.case, "--contender", job.contender]
-        command += ["--threads", str(job.threads), "--batch-scale", str(job.batch_scale)]
+        command += ["--threads", str(job.threads), "--batch-scale", str(job.batch_scale), "--clock", job.clock]
         paths = [str(Path(pmlf.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")
         self._process = subprocess.Popen(
@@ -195,11 +200,13 @@ class _Measured:
         from pmlf.benchmark import cases, contenders
 
         torch.set_num_threads(job.threads)
+        self._clock = _CLOCKS[job.clock]
         case, contender = cases.find(job.case), contenders.find(job.contender)
         for name in (*case.imports, *contender.imports):
             importlib.import_module(name)
         first()  # imports may run side by side, work may not
-        _call(contender.prepare(*cases.CASES["linear"].prepare(0.002), 1))  # some libraries load parts at first use
+        small = cases.CASES["linear"].prepare(0.002)
+        _call(contender.prepare(*small, 1), self._clock)  # some libraries load parts at first use
         self._before = _peak_bytes()
         model, batch = case.prepare(job.batch_scale)
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -207,9 +214,9 @@ class _Measured:
 
     def reply(self) -> dict[str, Any]:
         """One round: what its calls took, and the peak of all rounds until now."""
-        calls = [_call(self._runner)]
+        calls = [_call(self._runner, self._clock)]
         while sum(call.seconds for call in calls) < _ROUND_SECONDS:
-            calls.append(_call(self._runner))
+            calls.append(_call(self._runner, self._clock))
         gc.collect()  # what cycles hold must not add up from round to round
         return {
             "seconds": [call.seconds for call in calls],
@@ -227,14 +234,14 @@ class _Call:
     clipped_sum_norm: float | None
 
 
-def _call(runner: Runner) -> _Call:
-    start = time.perf_counter()
+def _call(runner: Runner, clock: Callable[[], float]) -> _Call:
+    start = clock()
     clipped_sum = runner.gradient()
-    seconds, release_seconds = time.perf_counter() - start, None
+    seconds, release_seconds = clock() - start, None
     if runner.release is not None:
-        start = time.perf_counter()
+        start = clock()
         clipped_sum = runner.release()
-        release_seconds = time.perf_counter() - start
+        release_seconds = clock() - start
     norm = sum(float(each.detach().norm()) ** 2 for each in clipped_sum) ** 0.5 if clipped_sum else None
     del clipped_sum
     runner.clear()

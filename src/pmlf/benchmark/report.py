@@ -167,9 +167,10 @@ def machine_line(document: Mapping[str, Any]) -> str:
     """What all was measured on."""
     machine, settings = document["machine"], document["settings"]
     scaled = "" if settings["batch_scale"] == 1.0 else f", batches scaled by {settings['batch_scale']:g}"
+    clock = ", processor time" if settings["clock"] == "cpu" else ""
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, torch {machine['torch']}, "
-        f"opacus {machine['opacus']}, rounds {settings['rounds']}{scaled}"
+        f"opacus {machine['opacus']}, rounds {settings['rounds']}{scaled}{clock}"
     )
 
 

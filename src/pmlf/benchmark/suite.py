@@ -16,7 +16,7 @@ from rich.console import RenderableType
 from pmlf.arguments import require_count, require_positive
 from pmlf.benchmark import cases, contenders, report
 from pmlf.benchmark import growth as growing
-from pmlf.benchmark.measure import Job, race
+from pmlf.benchmark.measure import Clock, Job, race
 
 Progress = Callable[[str], None]
 
@@ -30,6 +30,7 @@ class Settings:
     rounds: int = 7
     batch_scale: float = 1.0
     threads: int | None = None
+    clock: Clock = "wall"
 
     def resolved(self) -> Settings:
         """The same, checked, nothing left to a default."""
@@ -37,10 +38,17 @@ class Settings:
         require_positive("batch_scale", self.batch_scale, "it is a factor on all batch sizes")
         threads = self.threads if self.threads is not None else os.cpu_count() or 1
         require_count("threads", threads, "every process has so many")
+        if self.clock == "cpu" and threads != 1:
+            raise ValueError(f"clock='cpu' adds up the time of all threads={threads}: give --threads 1 with it")
         names = tuple(cases.find(name).name for name in self.cases or cases.CASES)
         entered = tuple(contenders.find(name).name for name in self.contenders or contenders.CONTENDERS)
         return Settings(
-            cases=names, contenders=entered, rounds=self.rounds, batch_scale=self.batch_scale, threads=threads
+            cases=names,
+            contenders=entered,
+            rounds=self.rounds,
+            batch_scale=self.batch_scale,
+            threads=threads,
+            clock=self.clock,
         )
 
 
@@ -57,7 +65,13 @@ def run(settings: Settings, progress: Progress, keep: Callable[[dict[str, Any]],
     for name in chosen.cases:
         case = cases.find(name)
         jobs = [
-            Job(case=name, contender=contender, threads=chosen.threads, batch_scale=chosen.batch_scale)
+            Job(
+                case=name,
+                contender=contender,
+                threads=chosen.threads,
+                batch_scale=chosen.batch_scale,
+                clock=chosen.clock,
+            )
             for contender in chosen.contenders
             if case.images or not contenders.find(contender).images_only
         ]
@@ -73,11 +87,20 @@ def growth(settings: Settings, progress: Progress) -> dict[str, Any]:
     chosen = settings.resolved()
     assert chosen.threads is not None
     series = growing.measure(
-        threads=chosen.threads, rounds=chosen.rounds, batch_scale=chosen.batch_scale, progress=progress
+        threads=chosen.threads,
+        rounds=chosen.rounds,
+        batch_scale=chosen.batch_scale,
+        clock=chosen.clock,
+        progress=progress,
     )
     return {
         "machine": machine(chosen.threads),
-        "settings": {"rounds": chosen.rounds, "batch_scale": chosen.batch_scale, "threads": chosen.threads},
+        "settings": {
+            "rounds": chosen.rounds,
+            "batch_scale": chosen.batch_scale,
+            "threads": chosen.threads,
+            "clock": chosen.clock,
+        },
         "growth": growing.to_json(series),
     }
 

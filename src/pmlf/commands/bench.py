@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pmlf.commands.common import Command, check_plot, say
 from pmlf.experiments.spec import shown_default
@@ -36,6 +36,9 @@ class Bench(Command):
     threads: Annotated[int | None, shown_default("the number of cores")] = None
     """Threads of every process."""
 
+    clock: Literal["wall", "cpu"] = "wall"
+    """wall, or on a machine that is busy with other work cpu: processor time, with --threads 1."""
+
     growth: bool = False
     """Instead: how time and memory of pmlf grow with k, micro-batch, width and sequence length of a transformer."""
 
@@ -59,6 +62,7 @@ class Bench(Command):
             rounds=self.rounds,
             batch_scale=self.batch_scale,
             threads=self.threads,
+            clock=self.clock,
         )
         document = suite.growth(settings, say) if self.growth else suite.run(settings, say, self._write)
         self._write(document)
