@@ -152,15 +152,23 @@ class _Recorder:
                 )
 
 
-class _Holder(nn.Module):
-    """Lets `functional_call` swap the parameters of a model around any code that uses the model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, action: Callable[[nn.Module], Any]) -> Any:
-        return action(self.model)
+@contextmanager
+def _swapped(model: nn.Module, replacements: Mapping[int, Tensor]) -> Iterator[None]:
+    """The model with other tensors in place of its parameters and buffers, by their ids, wherever each is used."""
+    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for module in model.modules():
+            owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for tensors in owned:
+                if tensors:
+                    saved.append((tensors, dict(tensors)))
+                    for name, tensor in tensors.items():
+                        tensors[name] = replacements.get(id(tensor), tensor)
+        yield
+    finally:
+        for tensors, before in saved:
+            tensors.clear()
+            tensors.update(before)
 
 
 def capture(
@@ -177,25 +185,23 @@ def capture(
         name: _leaf(value, samples if name in plan.expanded else None).requires_grad_()
         for name, value in values.items()
     }
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    before = {name: (buffer, buffer._version) for name, buffer in buffers.items()}
+    buffers = dict(model.named_buffers())
+    copies = {name: buffer.clone() for name, buffer in buffers.items()}
+    versions = {name: copy._version for name, copy in copies.items()}
+    originals = {**dict(model.named_parameters()), **buffers}
+    replacements = {id(originals[name]): tensor for name, tensor in {**leaves, **copies}.items()}
     recorder = _Recorder(samples)
-
-    def run(model: nn.Module) -> tuple[Tensor | None, ...]:
+    with _hooked(model, plan, recorder), _no_autocast_cache(), _swapped(model, replacements):
         loss = per_sample_loss(loss_fn(model, batch), samples)
         recorder.recording = False
         if recorder.without_grad:
             _refuse_reentrant_checkpoint(loss, recorder.without_grad)
         wanted: list[Any] = [*recorder.edges, *(leaves[name] for name in sorted(plan.expanded))]
         total = loss.sum()
-        return torch.autograd.grad(total, wanted, grad_outputs=torch.full_like(total, weight), allow_unused=True)
-
-    with _hooked(model, plan, recorder), _no_autocast_cache():
-        swapped = {f"model.{name}": tensor for name, tensor in {**leaves, **buffers}.items()}
-        try:
-            grads = torch.func.functional_call(_Holder(model), swapped, (run,))
-        finally:
-            rewritten = [n for n, (b, v) in before.items() if swapped[f"model.{n}"] is not b or b._version != v]
+        grads = torch.autograd.grad(total, wanted, grad_outputs=torch.full_like(total, weight), allow_unused=True)
+        now = dict(model.named_buffers())
+        rewritten = [n for n, copy in copies.items() if now.get(n) is not copy or copy._version != versions[n]]
+    del loss, total, wanted
     if rewritten:
         raise ValueError(
             f"buffer {rewritten[0]!r} was rewritten by the forward pass: it would carry the data without noise; remove "
@@ -286,10 +292,10 @@ def _module_values(model: nn.Module, module: nn.Module, values: Mapping[str, Ten
 @contextmanager
 def _hooked(model: nn.Module, plan: Plan, recorder: _Recorder) -> Iterator[None]:
     with ExitStack() as stack:
-        modules = dict(model.named_modules())
         for watched in plan.watched:
+            module = model.get_submodule(watched.name)
             # First in line: a user's own hook may change the output, and its factor belongs to the gradient.
-            handle = modules[watched.name].register_forward_hook(recorder.hook(watched), with_kwargs=True, prepend=True)
+            handle = module.register_forward_hook(recorder.hook(watched), with_kwargs=True, prepend=True)
             stack.callback(handle.remove)
         yield
 
