@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from pmlf.factors import Factors
 
 _SMALL_PRODUCT = 1.2  # a multiply-add of a product for one sample
 _WIDE_PRODUCT = 2.2  # one of a float64 product, conversion of its factors included
 _TOUCH = 4  # a number written to memory or read from it
-LATE_BYTES = 1 << 25  # of per-sample gradients formed late, a slice of the samples at a time
+LATE_BYTES = 3 << 25  # of per-sample gradients formed late, a slice of the samples at a time
 
 
 def gram_cost(uses: Sequence[Factors]) -> float:
@@ -64,4 +66,8 @@ def held_late(kept: Mapping[str, Sequence[Factors]], samples: int) -> tuple[list
         if smallest * (bytes_each + needed) <= LATE_BYTES:
             chosen.append(name)
             bytes_each += needed
-    return chosen, min(samples, LATE_BYTES // bytes_each) if chosen else samples
+    if not chosen:
+        return chosen, samples
+    fitting, threads = LATE_BYTES // bytes_each, torch.get_num_threads()
+    even = fitting - fitting % threads if fitting >= threads else fitting  # a sample for every thread, none idle
+    return chosen, min(samples, even)
