@@ -30,6 +30,7 @@ from pmlf.experiments.spec import RunSpec
 from pmlf.step import PrivateStep
 
 TARGET_EPSILON, DELTA, RECORDS, BATCH, CHECKPOINT_EVERY = 4.0, 1e-5, 2000, 20, 3
+STEPS_A_KILL = 16  # twice what a quick machine does between two kills, so that none comes after the end
 
 
 def die() -> None:
@@ -214,11 +215,12 @@ def main() -> None:
     given = parser.parse_args()
     random.seed(given.seed)
     torch.set_num_threads(1)  # the children are forked: no thread may run yet
+    steps = STEPS_A_KILL * given.kills
     spec = RunSpec(
         model="linear",
         records=RECORDS,
         batch_size=BATCH,
-        steps=8 * given.kills,
+        steps=steps,
         epsilon=TARGET_EPSILON,
         delta=DELTA,
         ema=0.9,
@@ -227,7 +229,7 @@ def main() -> None:
     rate = BATCH / RECORDS
     torch.optim.SGD(tasks.prepare(spec).model.parameters())  # what is imported and read here, no child has to
     noise = accounting.noise_multiplier(
-        target_epsilon=TARGET_EPSILON, target_delta=DELTA, sample_rate=rate, steps=8 * given.kills
+        target_epsilon=TARGET_EPSILON, target_delta=DELTA, sample_rate=rate, steps=steps
     )
     with tempfile.TemporaryDirectory() as folder:
         whole, seeded, fresh = (Path(folder) / name for name in ("whole", "seeded", "fresh"))
