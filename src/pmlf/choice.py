@@ -46,9 +46,9 @@ def saved_by_holding(uses: Sequence[Factors]) -> float:
 
 
 def holds_at_once(use: Factors, points: int) -> bool:
-    """Whether to form a use's gradients as soon as it is there: cheaper, and they take at most half the memory of the
-    factors of all the points; at the peak, in the last point's backward pass, its factors are there beside them."""
-    return 2 * use.size <= points * use.stored and saved_by_holding([use] * points) > 0
+    """Whether to form a use's gradients as soon as it is there: cheaper, and they take less memory than its factors,
+    which at the peak, in the last point's backward pass, are kept of every point but that one."""
+    return use.size <= use.stored and saved_by_holding([use] * points) > 0
 
 
 def held_late(kept: Mapping[str, Sequence[Factors]], samples: int) -> tuple[list[str], int]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Scratch = Callable[[Tensor], Tensor]  # work memory like a given tensor
-CHUNK_BYTES = 1 << 21  # work memory of one block of samples: near the cache, and small enough to be reused by malloc
+CHUNK_BYTES = 1 << 21  # work memory of a block of samples, for each thread: near its cache, and reused by malloc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Factors(ABC):
     def blocks(self, bytes_each: int, chosen: slice | None = None) -> Iterator[slice]:
         """Slices of the samples, or of some of them, whose work memory stays near the cache."""
         first, last = (0, self.samples) if chosen is None else (chosen.start, chosen.stop)
-        step = max(1, CHUNK_BYTES // max(1, bytes_each))
+        step = max(1, torch.get_num_threads() * CHUNK_BYTES // max(1, bytes_each))
         return (slice(start, min(start + step, last)) for start in range(first, last, step))
 
     def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
