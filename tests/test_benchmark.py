@@ -206,7 +206,7 @@ def test_every_target_is_of_a_case_and_measured_when_all_is() -> None:
 def test_tables_fit_a_terminal_and_the_picture_is_drawn(tmp_path: Path) -> None:
     made = [made_up(name) for name in cases.CASES]
     document = {
-        "machine": suite.machine(2),
+        "machine": suite.on_this_machine(2),
         "settings": {"rounds": 3, "batch_scale": 0.5, "clock": "cpu"},
         "cases": made,
         "targets": report.check_targets(made),
@@ -245,7 +245,7 @@ def test_growth_as_table_and_picture(tmp_path: Path) -> None:
         errors=[None, None, "RuntimeError: no"],
     )
     document = {
-        "machine": suite.machine(2),
+        "machine": suite.on_this_machine(2),
         "settings": {"rounds": 1, "batch_scale": 1.0, "clock": "wall"},
         "growth": growth.to_json([series]),
     }

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import pmlf
+from folders import RUN_FILES
 from pmlf import data, methods, models
 from pmlf.cli import main
 from pmlf.commands.account import Account
@@ -26,15 +27,6 @@ from pmlf.experiments.spec import RunSpec, flag
 
 COMMANDS = {"train": Train, "compare": Compare, "account": Account, "filter": Filter, "audit": Audit}
 QUICK = ["--model", "linear", "--steps", "2", "--batch-size", "20"]
-FILES = [
-    "certificate.html",
-    "certificate.json",
-    "ledger.jsonl",
-    "metrics.jsonl",
-    "model.safetensors",
-    "result.json",
-    "spec.json",
-]
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -115,7 +107,7 @@ def test_train_prints_one_json_document(call: Call, tmp_path: Path) -> None:
     assert document["out"] == "run" and document["method"] == "dp-pmlf" and document["steps"] == 2
     assert 1.99 < document["epsilon"] <= 2 and document["delta"] == 1e-5
     assert 0 <= document["test_accuracy"] <= 1
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == FILES
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == RUN_FILES
     assert err.count("\n") == 1 and "step 2/2" in err
 
 
@@ -250,7 +242,7 @@ def test_ctrl_c_keeps_what_was_released(tmp_path: Path) -> None:
     document = json.loads(out)
     assert document["interrupted"] and 10 <= document["steps"] < 5000
     assert "Traceback" not in err and "pmlf: interrupted: what was released until then is in run" in err
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted([*FILES, "checkpoint.safetensors"])
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted([*RUN_FILES, "checkpoint.safetensors"])
     certificate = json.loads((tmp_path / "run" / "certificate.json").read_text())
     assert certificate["released_steps"] == document["steps"]
 
@@ -304,7 +296,7 @@ def test_compare_runs_every_method_at_the_same_epsilon(call: Call, tmp_path: Pat
     assert sorted(path.name for path in (tmp_path / "all").iterdir()) == sorted(
         [*names, "accuracy.png", "comparison.json"]
     )
-    assert all(sorted(path.name for path in (tmp_path / "all" / name).iterdir()) == FILES for name in names)
+    assert all(sorted(path.name for path in (tmp_path / "all" / name).iterdir()) == RUN_FILES for name in names)
     assert (tmp_path / "all" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     assert "inner-outer has a steady gain of 10" in document["note"]
     written = json.loads((tmp_path / "all" / "comparison.json").read_text())

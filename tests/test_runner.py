@@ -10,21 +10,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from folders import RUN_FILES
 from pmlf import data, models, training
 from pmlf.experiments import checking, runner, tasks
 from pmlf.experiments.results import Evaluation, Unobserved
 from pmlf.experiments.spec import MethodOptions, RunSpec, Setting, comparison, default_delta
 
 QUICK = RunSpec(model="linear", steps=3, batch_size=20, noise_multiplier=1.0, seed=0)
-FILES = [
-    "certificate.html",
-    "certificate.json",
-    "ledger.jsonl",
-    "metrics.jsonl",
-    "model.safetensors",
-    "result.json",
-    "spec.json",
-]
 
 
 def quick(**changes: object) -> RunSpec:
@@ -114,7 +106,7 @@ def test_a_comparison_gives_each_method_the_options_it_takes() -> None:
 def test_a_run_leaves_a_folder_that_repeats_it(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "run"
     result = runner.run(QUICK, out)
-    assert sorted(path.name for path in out.iterdir()) == FILES
+    assert sorted(path.name for path in out.iterdir()) == RUN_FILES
     spec = RunSpec.from_json((out / "spec.json").read_text())
     assert spec == result.spec == QUICK.resolved(12_000)
     again = runner.run(spec, tmp_path / "again")
@@ -208,7 +200,7 @@ def test_an_interrupted_run_keeps_what_was_released(tmp_path: Path) -> None:
     result = runner.run(QUICK, tmp_path / "run", observer=StopAt(2, KeyboardInterrupt()))
     assert result.interrupted and (result.steps, result.planned_steps) == (2, 3)
     assert result.test_accuracy is None
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted([*FILES, "checkpoint.safetensors"])
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted([*RUN_FILES, "checkpoint.safetensors"])
     certificate = json.loads((tmp_path / "run" / "certificate.json").read_text())
     assert certificate["released_steps"] == 2
     assert 0 < result.epsilon < certificate["epsilon_at_planned_steps"]["pld"]

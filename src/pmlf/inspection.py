@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from pmlf.gradients import SumBuffers, Workspace
 from pmlf.methods import Method, resolve
 from pmlf.momentum import SampleMomentum
 from pmlf.validation import (
+    Subject,
     check_samples,
     clipped_sum,
     modes_to_check,
@@ -107,25 +107,25 @@ def check(
     clip_norm = float(clip_norm)
     points = resolve(method).points
     weights = [point.weight for point in points.at(points.depth)]
-    plan = Plan.of(model)
+    subject = Subject(model=model, plan=Plan.of(model), loss_fn=loss_fn, clip_norm=clip_norm, weights=weights)
     samples = batch_size(batch)
     if samples == 0:
         raise ValueError("the batch is empty: give at least one sample, better three or more")
-    modes = modes_to_check(model, loss_fn, batch)
-    check_samples(model, plan, loss_fn, batch, clip_norm, weights)
+    modes = modes_to_check(subject, batch)
+    check_samples(subject, batch)
     found = []
     for training in modes:
         with undisturbed(model, training=training):
-            measured = _measure(model, plan, loss_fn, batch, clip_norm, weights)
+            measured = _measure(subject, batch)
         if measured.sensitivity > LARGEST_SENSITIVITY:
-            measured = _in_double(model, plan, loss_fn, batch, clip_norm, weights, training)
+            measured = _in_double(subject, batch, training)
         found.append(measured)
     with undisturbed(model, training=False):
-        _layer_costs(model, plan, loss_fn, batch, samples)  # a warm-up
-        layers = _layer_costs(model, plan, loss_fn, batch, samples)
+        _layer_costs(subject, batch)  # a warm-up
+        layers = _layer_costs(subject, batch)
     return Checked(
         samples=samples,
-        parameters=len(plan.parameters),
+        parameters=len(subject.plan.parameters),
         points=len(weights),
         modes=tuple("training mode" if training else "eval mode" for training in modes),
         sensitivity=max(measured.sensitivity for measured in found),
@@ -142,46 +142,36 @@ class _Measured:
     disagreement: float
 
 
-def _measure(
-    model: nn.Module, plan: Plan, loss_fn: LossFunction, batch: Any, clip_norm: float, weights: Sequence[float]
-) -> _Measured:
+def _measure(subject: Subject, batch: Any) -> _Measured:
     """Leave each sample out once, and look at each alone; samples whose gradient is not finite take no part."""
     samples = batch_size(batch)
 
     def added_up(part: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        sums = SumBuffers().other_than(None, trained(model))
-        return clipped_sum(model, plan, loss_fn, part, clip_norm, sums, weights)[0], sums
+        sums = SumBuffers().other_than(None, trained(subject.model))
+        return clipped_sum(subject, part, sums)[0], sums
 
     together, whole = added_up(batch)
     sensitivity, dependence, disagreement = 0.0, 0.0, 0.0
     for index, single in enumerate(singles(batch)):
         others = added_up(without(batch, index))[1] if samples > 1 else {}
         moved = _norm([whole[name] - others[name] if others else whole[name] for name in whole])
-        sensitivity = max(sensitivity, moved / clip_norm)
+        sensitivity = max(sensitivity, moved / subject.clip_norm)
         alone, sums = added_up(single)
         norm = float(alone[0])
-        plain = subtract_plain(model, loss_fn, single, clip_norm, sums, sum(weights))
+        plain = subtract_plain(subject, single, sums)
         if norm == 0.0 or not alone.isfinite().all():
             continue
         dependence = max(dependence, abs(float(together[index]) - norm) / norm)
         if plain > 0.0:
-            disagreement = max(disagreement, _norm(list(sums.values())) / min(plain, clip_norm))
+            disagreement = max(disagreement, _norm(list(sums.values())) / min(plain, subject.clip_norm))
     return _Measured(sensitivity=sensitivity, dependence=dependence, disagreement=disagreement)
 
 
-def _in_double(
-    model: nn.Module,
-    plan: Plan,
-    loss_fn: LossFunction,
-    batch: Any,
-    clip_norm: float,
-    weights: Sequence[float],
-    training: bool,
-) -> _Measured:
+def _in_double(subject: Subject, batch: Any, training: bool) -> _Measured:
     """Rounding may push another sample's activation over a kink: what remains in float64 is a fault."""
-    exact = copy.deepcopy(model).double()
-    with undisturbed(exact, training=training):
-        measured = _measure(exact, plan, loss_fn, to_dtype(batch, torch.float64), clip_norm, weights)
+    exact = subject.in_double()
+    with undisturbed(exact.model, training=training):
+        measured = _measure(exact, to_dtype(batch, torch.float64))
     if measured.sensitivity > LARGEST_SENSITIVITY:
         raise ValueError(
             "leaving one sample out moves the sum of the clipped gradients by more than the clip norm, so a sample "
@@ -190,13 +180,12 @@ def _in_double(
     return measured
 
 
-def _layer_costs(
-    model: nn.Module, plan: Plan, loss_fn: LossFunction, batch: Any, samples: int
-) -> tuple[LayerCost, ...]:
+def _layer_costs(subject: Subject, batch: Any) -> tuple[LayerCost, ...]:
     """Time every layer's rule, norms and clipped sum, parameter by parameter."""
+    model, plan, samples = subject.model, subject.plan, batch_size(batch)
     values = trained(model)
     seconds = dict.fromkeys(plan.parameters, 0.0)
-    contributions = capture(model, plan, values, loss_fn, batch, samples, 1.0)
+    contributions = capture(model, plan, values, subject.loss_fn, batch, samples, 1.0)
     found = next(contributions, None)  # the passes through the model; the first rule's own time goes with them
     sums = SumBuffers().other_than(None, values)
     start = time.perf_counter()

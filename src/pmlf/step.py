@@ -23,7 +23,7 @@ from pmlf.methods import Method, resolve
 from pmlf.momentum import CLIPPINGS, Clipping, SampleMomentum
 from pmlf.noise import LARGEST_STD, Randomness, keyed_uniforms, randomness_from, torch_seeded
 from pmlf.points import History
-from pmlf.validation import check_samples, refuse_unsafe_model
+from pmlf.validation import Subject, check_samples, refuse_unsafe_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +276,8 @@ class PrivateStep:
         """Once on a single sample and once on a pair: do factors and plain autograd agree, sample by sample?"""
         few = min(size, 2)
         if self._checked < few:
-            check_samples(self.model, self._plan, self.loss_fn, select(batch, slice(0, few)), self.clip_norm)
+            subject = Subject(model=self.model, plan=self._plan, loss_fn=self.loss_fn, clip_norm=self.clip_norm)
+            check_samples(subject, select(batch, slice(0, few)))
             self._checked = few
 
     def _refuse_torn(self) -> None:

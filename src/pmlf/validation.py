@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,23 +55,31 @@ def _unsafe(module: nn.Module) -> str | None:
     return None
 
 
-def check_samples(
-    model: nn.Module,
-    plan: Plan,
-    loss_fn: LossFunction,
-    batch: Any,
-    clip_norm: float,
-    weights: Sequence[float] = (1.0,),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is checked: the clipped gradients of a loss at a model's present parameters, each point with its weight."""
+
+    model: nn.Module
+    plan: Plan
+    loss_fn: LossFunction
+    clip_norm: float
+    weights: Sequence[float] = (1.0,)
+
+    def in_double(self) -> Subject:
+        """The same with a copy of the model in float64."""
+        return replace(self, model=copy.deepcopy(self.model).double())
+
+
+def check_samples(subject: Subject, batch: Any) -> None:
     """Compare norm and clipped sum with plain autograd, one sample at a time, on all samples of a small batch.
 
     Dropout is off. A model that is otherwise the same in training and in eval mode is looked at in eval mode alone.
     """
-    for training in modes_to_check(model, loss_fn, batch):
-        _check_samples(model, plan, loss_fn, batch, clip_norm, weights, training)
+    for training in modes_to_check(subject, batch):
+        _check_samples(subject, batch, training)
 
 
-def modes_to_check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[bool, ...]:
+def modes_to_check(subject: Subject, batch: Any) -> tuple[bool, ...]:
     """(False,) for eval mode; also True where training mode computes something else, and the same each time.
 
     Samples may be mixed in training mode only, as BatchNorm does. Randomness other than by dropout layers hides that:
@@ -79,11 +87,11 @@ def modes_to_check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple
     """
 
     def losses(training: bool, seed: int) -> Tensor:
-        with undisturbed(model, training=training, seed=seed):
-            parts = list(tensors_of(loss_fn(model, batch)))
+        with undisturbed(subject.model, training=training, seed=seed):
+            parts = list(tensors_of(subject.loss_fn(subject.model, batch)))
             return torch.cat([part.detach().flatten().double().cpu() for part in parts]) if parts else torch.zeros(0)
 
-    if not model.training:
+    if not subject.model.training:
         return (False,)
     evaluated, trained, again = losses(False, 0), losses(True, 0), losses(True, 1)
     if torch.equal(evaluated, trained) or not torch.equal(trained, again):
@@ -91,30 +99,22 @@ def modes_to_check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple
     return (False, True)
 
 
-def _check_samples(
-    model: nn.Module,
-    plan: Plan,
-    loss_fn: LossFunction,
-    batch: Any,
-    clip_norm: float,
-    weights: Sequence[float],
-    training: bool,
-) -> None:
-    with undisturbed(model, training=training):
-        if _disagreement(model, plan, loss_fn, batch, clip_norm, weights) is None:
+def _check_samples(subject: Subject, batch: Any, training: bool) -> None:
+    with undisturbed(subject.model, training=training):
+        if _disagreement(subject, batch) is None:
             return
     # Rounding may put an activation on the other side of a kink (ReLU, max-pool), which is not a fault of the model:
     # only what remains in float64 is.
-    exact = copy.deepcopy(model).double()
+    exact = subject.in_double()
     batch = to_dtype(batch, torch.float64)
-    with undisturbed(exact, training=training):
+    with undisturbed(exact.model, training=training):
         try:
-            wrong = _disagreement(exact, plan, loss_fn, batch, clip_norm, weights)
+            wrong = _disagreement(exact, batch)
         except RuntimeError:  # a loss that cannot be taken in float64
-            exact, wrong = model, next(iter(plan.parameters))
+            exact, wrong = subject, next(iter(subject.plan.parameters))
         if wrong is None:
             return
-        alone = [_disagreement(exact, plan, loss_fn, single, clip_norm, weights) for single in singles(batch)]
+        alone = [_disagreement(exact, single) for single in singles(batch)]
     where = "randomness in training mode" if training else "randomness in eval mode"
     if len(alone) > 1 and not any(alone):
         raise ValueError(
@@ -140,27 +140,18 @@ _FULL_PRECISION = _Tolerance(relative=1e-3, of_spread=1e-5)
 _HALF_PRECISION = _Tolerance(relative=5e-2, of_spread=2e-3)
 
 
-def _disagreement(
-    model: nn.Module,
-    plan: Plan,
-    loss_fn: LossFunction,
-    batch: Any,
-    clip_norm: float,
-    weights: Sequence[float],
-) -> str | None:
+def _disagreement(subject: Subject, batch: Any) -> str | None:
     """The parameter where factors and plain autograd, one sample at a time, differ most; None where they agree."""
-    sums = SumBuffers().other_than(None, trained(model))
+    sums = SumBuffers().other_than(None, trained(subject.model))
     with _half_precision_seen() as half:
-        norms, spread = clipped_sum(model, plan, loss_fn, batch, clip_norm, sums, weights)
-        references = [
-            subtract_plain(model, loss_fn, single, clip_norm, sums, sum(weights)) for single in singles(batch)
-        ]
+        norms, spread = clipped_sum(subject, batch, sums)
+        references = [subtract_plain(subject, single, sums) for single in singles(batch)]
     tolerance = _HALF_PRECISION if half else _FULL_PRECISION
     expected = torch.tensor(references, dtype=torch.float64)
     finite = norms.isfinite() & expected.isfinite()
     allowed = tolerance.relative * expected + tolerance.of_spread * spread + 1e-12
     norms_agree = bool((((norms - expected).abs() <= allowed) | ~finite).all())
-    factors = clip_factors(norms, clip_norm, "flat")
+    factors = clip_factors(norms, subject.clip_norm, "flat")
     largest = tolerance.relative * factors * expected + tolerance.of_spread * factors * spread
     left_over = {name: float(value.norm()) for name, value in sums.items()}
     worst = max(left_over, key=lambda name: left_over[name])
@@ -169,41 +160,33 @@ def _disagreement(
     return None if same and norms_agree and sums_agree else worst
 
 
-def clipped_sum(
-    model: nn.Module,
-    plan: Plan,
-    loss_fn: LossFunction,
-    batch: Any,
-    clip_norm: float,
-    sums: dict[str, Tensor],
-    weights: Sequence[float],
-) -> tuple[Tensor, Tensor]:
+def clipped_sum(subject: Subject, batch: Any, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Write the clipped sum; return each sample's norm and spread (what was added up, however much cancelled)."""
     samples = batch_size(batch)
-    momentum = SampleMomentum(plan, samples, len(weights), Workspace())
+    momentum = SampleMomentum(subject.plan, samples, len(subject.weights), Workspace())
+    values = trained(subject.model)
     spread = torch.zeros(samples, dtype=torch.float64)
-    for weight in weights:
-        for name, contribution in capture(model, plan, trained(model), loss_fn, batch, samples, weight):
+    for weight in subject.weights:
+        for name, contribution in capture(subject.model, subject.plan, values, subject.loss_fn, batch, samples, weight):
             if isinstance(contribution, Factors):
                 spread += contribution.spread(slice(0, samples)).cpu()
             momentum.add(name, contribution)
-    return momentum.write_clipped_sum(clip_norm, "flat", None, sums), spread
+    return momentum.write_clipped_sum(subject.clip_norm, "flat", None, sums), spread
 
 
-def subtract_plain(
-    model: nn.Module, loss_fn: LossFunction, single: Any, clip_norm: float, sums: dict[str, Tensor], weight: float
-) -> float:
+def subtract_plain(subject: Subject, single: Any, sums: dict[str, Tensor]) -> float:
     """Take one sample's clipped gradient, by plain autograd, away from the sum; return its norm.
 
     So nothing but one gradient is kept beside the sum: the check needs little more memory than a training step.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    loss = per_sample_loss(loss_fn(model, single), 1)
+    parameters = {name: p for name, p in subject.model.named_parameters() if p.requires_grad}
+    weight = sum(subject.weights)
+    loss = per_sample_loss(subject.loss_fn(subject.model, single), 1)
     found = torch.autograd.grad(loss.sum(), list(parameters.values()), allow_unused=True)
     grads = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
     norm = weight * torch.stack([squared_norms(g.reshape(1, -1)).cpu() for g in grads.values()]).sum().sqrt()
     if bool(norm.isfinite()):
-        factor = float(clip_factors(norm, clip_norm, "flat"))
+        factor = float(clip_factors(norm, subject.clip_norm, "flat"))
         for name, grad in grads.items():
             sums[name].sub_(grad, alpha=weight * factor)
     return float(norm)

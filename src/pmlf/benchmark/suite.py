@@ -7,12 +7,12 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 
+from pmlf import machine
 from pmlf.arguments import require_count, require_positive
 from pmlf.benchmark import cases, contenders, report
 from pmlf.benchmark import growth as growing
@@ -57,7 +57,7 @@ def run(settings: Settings, progress: Progress, keep: Callable[[dict[str, Any]],
     chosen = settings.resolved()
     assert chosen.cases is not None and chosen.contenders is not None and chosen.threads is not None
     document: dict[str, Any] = {
-        "machine": machine(chosen.threads),
+        "machine": on_this_machine(chosen.threads),
         "settings": {**asdict(chosen), "clip_norm": contenders.CLIP_NORM, "dropout": 0.0},
         "cases": [],
         "targets": [],
@@ -94,7 +94,7 @@ def growth(settings: Settings, progress: Progress) -> dict[str, Any]:
         progress=progress,
     )
     return {
-        "machine": machine(chosen.threads),
+        "machine": on_this_machine(chosen.threads),
         "settings": {
             "rounds": chosen.rounds,
             "batch_scale": chosen.batch_scale,
@@ -124,33 +124,12 @@ def plot(document: dict[str, Any], path: Path) -> None:
         report.plot(document, path)
 
 
-def machine(threads: int) -> dict[str, Any]:
-    """What times depend on besides the code."""
+def on_this_machine(threads: int) -> dict[str, Any]:
+    """What the times depend on besides the code, and when they were taken."""
     return {
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
+        **machine.describe("torch", "opacus", "transformers", "pmlf"),
         "threads": threads,
         "system": platform.system(),
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "opacus": _version("opacus"),
-        "transformers": _version("transformers"),
-        "pmlf": _version("dp-pmlf"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def _cpu() -> str:
-    file = Path("/proc/cpuinfo")
-    if file.exists():
-        for line in file.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
+from pmlf import machine
 from pmlf.experiments.artifacts import run_key
 from pmlf.experiments.results import Unobserved
 from pmlf.experiments.spec import RunSpec
@@ -85,7 +82,7 @@ def carry_out(job: Job, tell: Tell) -> None:
         result = runner.run(spec, job.folder, data_dir=job.data_dir, observer=_Telling(job.key, tell), resume=True)
         if result.interrupted:
             raise KeyboardInterrupt
-        where = {**machine(), "device": job.spec.device}
+        where = {**machine.describe("torch", "pmlf"), "device": job.spec.device}
         cost = {"seconds": round(result.seconds, 1), "threads": torch.get_num_threads(), "machine": where}
         write_json(job.folder / COST, cost)
 
@@ -115,18 +112,3 @@ class _Telling(Unobserved):
         if now - self._told > _SECONDS_BETWEEN_NEWS:
             self._told = now
             self._tell(News(key=self._key, step=step, steps=self._steps))
-
-
-def machine() -> dict[str, Any]:
-    """What a time depends on besides the code."""
-    return {"cpu": cpu(), "cores": os.cpu_count(), "torch": version("torch"), "pmlf": version("dp-pmlf")}
-
-
-def cpu() -> str:
-    """The processor's name."""
-    file = Path("/proc/cpuinfo")
-    if file.exists():
-        for line in file.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

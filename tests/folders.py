@@ -1,0 +1,11 @@
+"""What runs leave behind."""
+
+RUN_FILES = [  # of a finished one, sorted
+    "certificate.html",
+    "certificate.json",
+    "ledger.jsonl",
+    "metrics.jsonl",
+    "model.safetensors",
+    "result.json",
+    "spec.json",
+]
