@@ -102,6 +102,15 @@ def test_an_interrupted_run_goes_on_and_spends_nothing_twice(tmp_path: Path) -> 
     assert events(tmp_path / "run") == 6 and result.epsilon <= 2.0
 
 
+def test_a_run_goes_on_where_its_folder_was_moved_to(tmp_path: Path) -> None:
+    runner.run(SPEC, tmp_path / "whole")
+    cut_off(SPEC, tmp_path / "begun", after=4)
+    (tmp_path / "begun").rename(tmp_path / "moved")
+    runner.run(SPEC, tmp_path / "moved", resume=True)
+    assert same(tmp_path / "whole", tmp_path / "moved")
+    assert events(tmp_path / "moved") == 6 and not (tmp_path / "begun").exists()
+
+
 def test_without_a_seed_lost_steps_are_charged_again_and_the_target_holds(tmp_path: Path) -> None:
     cut_off(BUDGETED, tmp_path / "run", after=5, checkpoint_every=4)
     result = runner.run(BUDGETED, tmp_path / "run", resume=True)

@@ -23,7 +23,7 @@ class Progress:
     """Goes into the checkpoint and nowhere else: the key of the records' digest would let others test guesses."""
 
     run: str
-    ledger: Path
+    ledger: Path | None  # one that runs share; None is the run's own, which goes where its folder goes
     records_key: bytes
     records_digest: str
     threads: int
@@ -34,11 +34,11 @@ class Progress:
     evaluations: list[Evaluation] = field(default_factory=list)
 
     @staticmethod
-    def start(task: Task, ledger: Path) -> Progress:
+    def start(task: Task, ledger: Path | None) -> Progress:
         key = os.urandom(32)
         return Progress(
             run=secrets.token_hex(8),
-            ledger=ledger.absolute(),
+            ledger=None if ledger is None else ledger.absolute(),
             records_key=key,
             records_digest=records_digest(task.train, task.collate_fn, key),
             threads=torch.get_num_threads(),
@@ -57,7 +57,7 @@ class Progress:
     def to_state(self) -> dict[str, Any]:
         return {
             **vars(self),
-            "ledger": str(self.ledger),
+            "ledger": None if self.ledger is None else str(self.ledger),
             "records_key": self.records_key.hex(),
             "evaluations": [evaluation.to_json() for evaluation in self.evaluations],
         }
@@ -71,7 +71,7 @@ class Progress:
         return Progress(
             **{
                 **state,
-                "ledger": Path(state["ledger"]),
+                "ledger": None if state["ledger"] is None else Path(state["ledger"]),
                 "records_key": bytes.fromhex(state["records_key"]),
                 "evaluations": [Evaluation.from_json(evaluation) for evaluation in state["evaluations"]],
             }

@@ -75,7 +75,7 @@ def run(
     task = tasks.prepare(spec, data_dir)
     spec = spec.resolved(task.records)
     if saved is None:
-        progress = Progress.start(task, ledger or folder.own_ledger)
+        progress = Progress.start(task, ledger)
         folder.make(spec)
     else:
         progress = Progress.from_state(saved["progress"])
@@ -83,9 +83,10 @@ def run(
         progress.ledger = progress.ledger if ledger is None else ledger.absolute()
     progress.sensitive_shown |= show_sensitive
     progress.diagnosed |= diagnostics
-    new_ledger, book = not progress.ledger.exists(), None
+    ledger_path = progress.ledger or folder.own_ledger.absolute()
+    new_ledger, book = not ledger_path.exists(), None
     try:
-        with progress.same_threads(), Ledger(progress.ledger, dataset=spec.dataset, run=progress.run) as book:
+        with progress.same_threads(), Ledger(ledger_path, dataset=spec.dataset, run=progress.run) as book:
             losses = LossMeter() if show_sensitive else None
             private = _prepare(spec, task, losses, book)
             if spec.max_physical_batch_size == "auto":
@@ -110,7 +111,7 @@ def run(
         if saved is None and (book is None or book.tally.events_of(progress.run) == 0):
             folder.remove()
             if new_ledger:
-                progress.ledger.unlink(missing_ok=True)
+                ledger_path.unlink(missing_ok=True)
         raise
 
 
