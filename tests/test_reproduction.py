@@ -97,6 +97,18 @@ def test_an_interrupted_artifact_leaves_a_record_of_what_was_run(tmp_path: Path)
     assert [len(cell["runs"]) for cell in record["cells"]] == [1, 0]
 
 
+def test_the_record_is_up_to_date_after_every_run(tmp_path: Path) -> None:
+    one, recorded = plan(tmp_path), []
+
+    class Reading(Heard):
+        def ended(self, job: jobs.Job, error: str | None) -> None:
+            record = json.loads(one.record_path.read_text())
+            recorded.append(sum(len(cell["runs"]) for cell in record["cells"]))
+
+    reproduction.reproduce(one, executors.here, Reading())
+    assert len(recorded) > 1 and recorded == list(range(1, len(recorded) + 1))
+
+
 def test_seeds_pair_the_methods_by_weights_and_draws(tmp_path: Path) -> None:
     """With k = 1 and no filter the ablations are DPSGD: equal accuracies show equal weights, draws and noise."""
     plain = replace(PANEL.variants[0], label="plain", method="dp-pmlf-without-lf")

@@ -61,11 +61,12 @@ class Plan:
 
 
 @dataclass(kw_only=True)
-class Errors:
-    """A listener that remembers what failed and passes everything on."""
+class Bookkeeper:
+    """A listener that remembers what failed, brings the record up to date after every run, and passes everything on."""
 
+    plan: Plan
     listener: Listener
-    of: dict[str, str] = field(default_factory=dict)  # by the job's key
+    errors: dict[str, str] = field(default_factory=dict)  # by the job's key
 
     def expected(self, jobs: int) -> None:
         self.listener.expected(jobs)
@@ -77,26 +78,28 @@ class Errors:
         self.listener.advanced(news)
 
     def ended(self, job: Job, error: str | None) -> None:
-        if error is not None:
-            self.of[job.key] = f"{job.label}: {error}"
+        if error is None:
+            write_record(self.plan)  # now: who is killed has no time for it
+        else:
+            self.errors[job.key] = f"{job.label}: {error}"
         self.listener.ended(job, error)
 
 
 def reproduce(plan: Plan, execute: Execute, listener: Listener) -> list[str]:
     """Carry out what is not finished yet and return what failed, a line each; the record is written in any case."""
-    errors = Errors(listener=listener)
+    books = Bookkeeper(plan=plan, listener=listener)
     try:
         if plan.protocol == "tuned":
-            _execute(plan, [trial for cell in plan.cells for trial in cell.trials()], execute, errors)
+            _execute(plan, [trial for cell in plan.cells for trial in cell.trials()], execute, books)
         specs = []
         for panel in plan.artifact.panels[plan.profile]:
             runs = [_final(plan, cell) for cell in plan.cells if cell.panel is panel]
             # a seed of all variants before the next seed of any: what was run so far can then be compared
             specs += [spec for of_a_seed in zip_longest(*runs) for spec in of_a_seed if spec is not None]
-        _execute(plan, specs, execute, errors)
+        _execute(plan, specs, execute, books)
     finally:
         write_record(plan)
-    return list(errors.of.values())
+    return list(books.errors.values())
 
 
 def _final(plan: Plan, cell: Cell) -> list[RunSpec]:
@@ -186,12 +189,12 @@ def _lines(record: Mapping[str, Any]) -> str:
     return "{" + ",\n".join(head) + f',\n"cells": [\n{cells}\n]}}\n'
 
 
-def _execute(plan: Plan, specs: Sequence[RunSpec], execute: Execute, errors: Errors) -> None:
+def _execute(plan: Plan, specs: Sequence[RunSpec], execute: Execute, books: Bookkeeper) -> None:
     """Those that are not finished, each once."""
     jobs = {job.key: job for job in map(plan.job, specs)}
     left = [job for job in jobs.values() if not finished(job.folder)]
-    errors.expected(len(left))
-    execute(left, errors)
+    books.expected(len(left))
+    execute(left, books)
 
 
 def _runs(plan: Plan, specs: Sequence[RunSpec]) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ NAMES = {
     **{"fashion-mnist-small": "packaged images", "sst2": "SST-2", "qnli": "QNLI", "qqp": "QQP", "mnli": "MNLI"},
     **{"cnn5": "CNN-5", "resnet18": "ResNet-18", "vit": "ViT", "FacebookAI/roberta-base": "RoBERTa-base"},
 }
+LEAST_DEVIATION = 0.01  # per cent: one record of 10,000, as fine as a test split tells; equal differences are luck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +177,8 @@ def difference(above: Cell | None, below: Cell | None) -> Difference | None:
     if len(pairs) > 1:
         from scipy.stats import t
 
-        half_width = float(t.ppf(0.975, len(pairs) - 1)) * statistics.stdev(pairs) / len(pairs) ** 0.5
+        deviation = max(statistics.stdev(pairs), LEAST_DEVIATION)
+        half_width = float(t.ppf(0.975, len(pairs) - 1)) * deviation / len(pairs) ** 0.5
     return Difference(
         place=above.place,
         above=above.variant,

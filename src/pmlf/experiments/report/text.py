@@ -16,7 +16,7 @@ Made by `pmlf report docs/results/reproduction --markdown docs/results.md` from 
 the same command's `--out` is a page with charts, learning curves and certificates. What the paper claims is marked as
 the paper's. Accuracies are per cent on the test split, mean ± standard deviation over seeds. Differences are paired
 over seeds (same initial weights, same draws) with a 95 % interval in parentheses (Student's t); "cannot be told" means
-that the interval holds 0.
+that the interval holds 0. A deviation of differences below one record of 10,000 counts as one.
 """
 
 
