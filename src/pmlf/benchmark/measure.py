@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 if TYPE_CHECKING:  # the parent does not need it
     from pmlf.benchmark.contenders import Runner
 
-_ROUND_SECONDS = 0.1  # of a call that takes milliseconds, a round is several
+_ROUND_SECONDS, _ROUND_CALLS = 0.1, 2  # the least of a round
 _OOM_FIRST = 1000  # of all processes the kernel should kill this one first, when memory runs out
 
 
@@ -197,8 +197,10 @@ class _Measured:
     def __init__(self, job: Job, first: Callable[[], str]) -> None:
         import torch
 
+        from pmlf import machine
         from pmlf.benchmark import cases, contenders
 
+        machine.keep_freed_memory()  # as `pmlf train` does; it is good for every contender
         torch.set_num_threads(job.threads)
         self._clock = _CLOCKS[job.clock]
         case, contender = cases.find(job.case), contenders.find(job.contender)
@@ -213,9 +215,14 @@ class _Measured:
         self._runner = contender.prepare(model, batch, case.micro_batches)
 
     def reply(self) -> dict[str, Any]:
-        """One round: what its calls took, and the peak of all rounds until now."""
-        calls = [_call(self._runner, self._clock)]
-        while sum(call.seconds for call in calls) < _ROUND_SECONDS:
+        """One round: what its calls took, and the peak of all rounds until now.
+
+        The steps of a training follow each other, so a call is timed only after another one: the first of a round
+        also fetches back what the other processes have put out of caches and memory.
+        """
+        _call(self._runner, self._clock)
+        calls: list[_Call] = []
+        while len(calls) < _ROUND_CALLS or sum(call.seconds for call in calls) < _ROUND_SECONDS:
             calls.append(_call(self._runner, self._clock))
         gc.collect()  # what cycles hold must not add up from round to round
         return {

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pmlf import machine
 from pmlf.arguments import require_count
 from pmlf.experiments import tasks
 from pmlf.experiments.checking import check_model
@@ -54,7 +55,7 @@ def run(
     With `resume` a folder that exists is gone on with where its run was cut off, and the stored result of a finished
     run is returned; the spec must be the run's own, and may ask for more epochs or steps. `ledger` is a file that runs
     on the same dataset share; by default each run has its own. A checkpoint is made every `checkpoint_every` steps, or
-    every minute.
+    every minute. The process keeps what it frees from then on (`machine.keep_freed_memory`).
     """
     if diagnostics and resume:
         raise ValueError("diagnostics are of a run from its first step on: begin a new run with them")
@@ -72,6 +73,7 @@ def run(
         saved = folder.load()
     else:
         folder.refuse_existing()
+    machine.keep_freed_memory()
     task = tasks.prepare(spec, data_dir)
     spec = spec.resolved(task.records)
     if saved is None:

@@ -1,0 +1,44 @@
+"""The machine: its description, and memory that a process keeps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pmlf import machine
+
+_FAULTS = """
+import resource, sys, torch
+from pmlf import machine
+if sys.argv[1] == "kept" and not machine.keep_freed_memory():
+    print("not glibc")
+    raise SystemExit
+def step():
+    torch.empty(16 * 2**20).fill_(1.0)  # 64 MB: more than glibc keeps by itself
+for _ in range(20):  # until the free pieces fit
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def _faults(policy: str) -> int:
+    said = subprocess.run([sys.executable, "-c", _FAULTS, policy], capture_output=True, text=True, check=True).stdout
+    if said.strip() == "not glibc":
+        pytest.skip("malloc is not glibc's here: it has a policy of its own")
+    return int(said)
+
+
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    assert _faults("kept") < 0.1 * _faults("as it is")
+
+
+def test_description_names_processor_cores_and_versions() -> None:
+    described = machine.describe("torch", "pmlf", "no-such-package")
+    assert described["cpu"] and described["cores"] >= 1
+    assert described["torch"] and described["pmlf"]
+    assert described["no-such-package"] is None
