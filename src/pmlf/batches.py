@@ -16,11 +16,11 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
     """Every tensor in a batch, in order."""
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_of(value)
     elif isinstance(batch, (tuple, list)):
         for value in batch:
+            yield from tensors_of(value)
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
             yield from tensors_of(value)
 
 

@@ -197,11 +197,10 @@ def capture(
         if recorder.without_grad:
             _refuse_reentrant_checkpoint(loss, recorder.without_grad)
         wanted: list[Any] = [*recorder.edges, *(leaves[name] for name in sorted(plan.expanded))]
-        total = loss.sum()
-        grads = torch.autograd.grad(total, wanted, grad_outputs=torch.full_like(total, weight), allow_unused=True)
+        grads = torch.autograd.grad(loss, wanted, grad_outputs=torch.full_like(loss, weight), allow_unused=True)
         now = dict(model.named_buffers())
         rewritten = [n for n, copy in copies.items() if now.get(n) is not copy or copy._version != versions[n]]
-    del loss, total, wanted
+    del loss, wanted
     if rewritten:
         raise ValueError(
             f"buffer {rewritten[0]!r} was rewritten by the forward pass: it would carry the data without noise; remove "

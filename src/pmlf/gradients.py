@@ -127,10 +127,10 @@ class ParameterGradient:
             self._held, self._like = self._workspace.buffer(self._name, factors, factors.samples), factors
         _form(factors, slice(0, factors.samples), self._held, add=add)
 
-    def norms(self) -> tuple[Tensor, Tensor]:
+    def norms(self) -> tuple[Tensor, Tensor | None]:
         """(norm^2, slack) of every sample, float64, norm^2 never below the true one and slack as said above."""
         if self._held is not None:
-            return squared_norms(self._held), torch.zeros(len(self._held), device=self._held.device)
+            return squared_norms(self._held), None
         return factored_norms(self._factors)
 
     def formed(self, chosen: slice) -> Tensor:
@@ -184,24 +184,24 @@ def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
 def squared_norms(gradients: Tensor) -> Tensor:
     """|row|^2 of every row in float64, of float32 sums over short blocks: exact to about 2^-18 relative."""
     rows, size = gradients.shape
-    whole = size - size % _NORM_BLOCK
-    total = gradients.new_zeros(rows, dtype=wide_dtype(gradients))
-    for part in (gradients[:, :whole].view(rows, -1, _NORM_BLOCK), gradients[:, None, whole:]):
-        if part.shape[1] and part.shape[2]:
-            total += torch.linalg.vector_norm(part, dim=2).to(total).square().sum(1)
-    return total
+    whole, wide = size - size % _NORM_BLOCK, wide_dtype(gradients)
+    blocks = torch.linalg.vector_norm(gradients[:, whole:], dim=1).to(wide).square_()
+    if whole:
+        parts = gradients[:, :whole].view(rows, -1, _NORM_BLOCK)
+        blocks += torch.linalg.vector_norm(parts, dim=2).to(wide).square_().sum(1)
+    return blocks
 
 
-def factored_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor]:
+def factored_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor | None]:
     """(norm^2, slack) of gradients given by factors, by Gram matrices or, where those are larger, by forming and
-    dropping the gradient a few samples at a time."""
+    dropping the gradient a few samples at a time. A single token needs no slack."""
     first, tokens, by_gram = uses[0], sum(use.tokens for use in uses), choice.prefers_gram(uses)
     if tokens == 1 and first.groups == 1:  # nothing can cancel: |left|^2 |right|^2
         left, right = first.sides(slice(0, first.samples))
         squared = squared_norms(right.flatten(1))
         if left.is_floating_point():
             squared *= squared_norms(left.flatten(1))
-        return squared, torch.zeros_like(squared)
+        return squared, None
     sides = 8 * sum(use.groups * use.tokens * (use.rows + use.cols) for use in uses)
     work = sides + (8 * first.groups * first.tokens**2 if by_gram else 4 * first.size)
     norms, slacks = [], []

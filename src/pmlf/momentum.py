@@ -70,17 +70,18 @@ class SampleMomentum:
         )
         # in the parameters' order, not a set's: sums round the same way in every process
         squared, slack = self._squared_norms([n for n in self._gradients if n in self._touched and n not in late])
-        norms, scale = torch.empty_like(squared), torch.empty_like(squared)
+        found, factors = [], []
         for start in range(0, self._samples, step):
             chosen = slice(start, min(start + step, self._samples))
-            formed = {name: self._gradients[name].formed(chosen) for name in late}
+            total, formed = squared[chosen], {name: self._gradients[name].formed(chosen) for name in late}
             for part in formed.values():
-                squared[chosen] += squared_norms(part).to(squared)
-            norms[chosen] = squared[chosen].sqrt() + slack[chosen].sqrt()
-            scale[chosen] = torch.where(norms[chosen].isfinite(), clip_factors(norms[chosen], clip_norm, clipping), 0.0)
+                total += squared_norms(part).to(total)
+            found.append(total.sqrt_() + slack[chosen].sqrt_())
+            factors.append(torch.where(found[-1].isfinite(), clip_factors(found[-1], clip_norm, clipping), 0.0))
             for name, part in formed.items():
-                self._gradients[name].add_clipped(part, scale[chosen].to(part.device))
-        refused = ~norms.isfinite()
+                self._gradients[name].add_clipped(part, factors[-1].to(part.device))
+        norms, scale = torch.cat(found), torch.cat(factors)
+        refused = scale == 0.0
         some_refused = bool(refused.any())
         for name, gradient in self._gradients.items():
             out = into[name]
@@ -101,5 +102,6 @@ class SampleMomentum:
         for name in names:
             norm, rounding = self._gradients[name].norms()
             squared += norm.to(squared)
-            slack += rounding.to(slack).square()
+            if rounding is not None:
+                slack += rounding.to(slack).square_()
         return squared, slack
