@@ -18,14 +18,14 @@ from rich.console import Console
 
 import pmlf
 from pmlf.benchmark import cases, contenders, growth, measure, report, suite
-from pmlf.benchmark.measure import Job, Outcome, race
+from pmlf.benchmark.measure import Conditions, Job, Outcome, race
 from pmlf.cli import main
 
 QUICK = ["--cases", "linear", "--contenders", "plain", "pmlf-k1", "vmap", "--rounds", "2", "--batch-scale", "0.05"]
 
 
 def job(contender: str, case: str = "linear") -> Job:
-    return Job(case=case, contender=contender, threads=1, batch_scale=0.05)
+    return Job(case=case, contender=contender, batch_scale=0.05, conditions=Conditions(threads=1))
 
 
 def silent(said: str) -> None:
@@ -207,7 +207,7 @@ def test_tables_fit_a_terminal_and_the_picture_is_drawn(tmp_path: Path) -> None:
     made = [made_up(name) for name in cases.CASES]
     document = {
         "machine": suite.on_this_machine(2),
-        "settings": {"rounds": 3, "batch_scale": 0.5, "clock": "cpu"},
+        "settings": {"rounds": 3, "batch_scale": 0.5, "clock": "cpu", "freed_memory": "kept"},
         "cases": made,
         "targets": report.check_targets(made),
     }
@@ -246,7 +246,7 @@ def test_growth_as_table_and_picture(tmp_path: Path) -> None:
     )
     document = {
         "machine": suite.on_this_machine(2),
-        "settings": {"rounds": 1, "batch_scale": 1.0, "clock": "wall"},
+        "settings": {"rounds": 1, "batch_scale": 1.0, "clock": "wall", "freed_memory": "returned"},
         "growth": growth.to_json([series]),
     }
     shown = text_of(*suite.readable(document))

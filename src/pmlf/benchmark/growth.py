@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pmlf.benchmark.cases import LENGTHS, STACK_LENGTH, STACK_WIDTH, WIDTHS, stack
-from pmlf.benchmark.measure import Clock, Job, race
+from pmlf.benchmark.measure import Conditions, Job, race
 
 _KS, _SCALES = (1, 2, 4, 8), (0.25, 0.5, 1.0)
 
@@ -48,14 +48,13 @@ def exponent(sizes: Sequence[float], costs: Sequence[float | None]) -> float | N
 
 
 def measure(
-    *, threads: int, rounds: int, batch_scale: float, clock: Clock, progress: Callable[[str], None]
+    conditions: Conditions, *, rounds: int, batch_scale: float, progress: Callable[[str], None]
 ) -> list[Series]:
     """All series, one after the other; the points of one are interleaved."""
     middle = stack(STACK_WIDTH, STACK_LENGTH)
 
     def job(case: str = middle.name, k: int = 2, scale: float = 1.0) -> Job:
-        scale *= batch_scale
-        return Job(case=case, contender=f"pmlf-k{k}", threads=threads, batch_scale=scale, clock=clock)
+        return Job(case=case, contender=f"pmlf-k{k}", batch_scale=scale * batch_scale, conditions=conditions)
 
     plans: dict[str, tuple[list[float], list[Job]]] = {
         "k": ([*_KS], [job(k=k) for k in _KS]),

@@ -33,7 +33,18 @@ _OOM_FIRST = 1000  # of all processes the kernel should kill this one first, whe
 
 
 Clock = Literal["wall", "cpu"]
+FreedMemory = Literal["kept", "returned"]
 _CLOCKS: dict[Clock, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What all processes have in common. What is freed is kept for the next step, as in `pmlf train`, or returned to
+    the system as malloc does by itself."""
+
+    threads: int
+    clock: Clock = "wall"
+    freed_memory: FreedMemory = "kept"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +53,8 @@ class Job:
 
     case: str
     contender: str
-    threads: int
     batch_scale: float = 1.0
-    clock: Clock = "wall"
+    conditions: Conditions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +118,10 @@ class _Worker:
     def __enter__(self) -> _Worker:
         import pmlf
 
-        job = self._job
+        job, conditions = self._job, self._job.conditions
         command = [sys.executable, "-m", "pmlf.benchmark.measure", "--case", job.case, "--contender", job.contender]
-        command += ["--threads", str(job.threads), "--batch-scale", str(job.batch_scale), "--clock", job.clock]
+        command += ["--batch-scale", str(job.batch_scale), "--threads", str(conditions.threads)]
+        command += ["--clock", conditions.clock, "--freed-memory", conditions.freed_memory]
         paths = [str(Path(pmlf.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")
         self._process = subprocess.Popen(
@@ -179,7 +190,7 @@ def main() -> None:
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints must not come between the lines of JSON
     _offer_to_oom_killer()
-    job = tyro.cli(Job)
+    job = tyro.cli(Job, config=(tyro.conf.OmitArgPrefixes,))
     turns: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(turns,), daemon=True).start()
     try:
@@ -200,9 +211,10 @@ class _Measured:
         from pmlf import machine
         from pmlf.benchmark import cases, contenders
 
-        machine.keep_freed_memory()  # as `pmlf train` does; it is good for every contender
-        torch.set_num_threads(job.threads)
-        self._clock = _CLOCKS[job.clock]
+        if job.conditions.freed_memory == "kept":
+            machine.keep_freed_memory()
+        torch.set_num_threads(job.conditions.threads)
+        self._clock = _CLOCKS[job.conditions.clock]
         case, contender = cases.find(job.case), contenders.find(job.contender)
         for name in (*case.imports, *contender.imports):
             importlib.import_module(name)

@@ -170,7 +170,8 @@ def machine_line(document: Mapping[str, Any]) -> str:
     clock = ", processor time" if settings["clock"] == "cpu" else ""
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, torch {machine['torch']}, "
-        f"opacus {machine['opacus']}, rounds {settings['rounds']}{scaled}{clock}"
+        f"opacus {machine['opacus']}, rounds {settings['rounds']}{scaled}{clock}, freed memory "
+        f"{settings['freed_memory']}"
     )
 
 

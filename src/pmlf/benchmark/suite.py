@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from pmlf import machine
 from pmlf.arguments import require_count, require_positive
 from pmlf.benchmark import cases, contenders, report
 from pmlf.benchmark import growth as growing
-from pmlf.benchmark.measure import Clock, Job, race
+from pmlf.benchmark.measure import Clock, Conditions, FreedMemory, Job, race
 
 Progress = Callable[[str], None]
 
@@ -31,6 +31,7 @@ class Settings:
     batch_scale: float = 1.0
     threads: int | None = None
     clock: Clock = "wall"
+    freed_memory: FreedMemory = "kept"
 
     def resolved(self) -> Settings:
         """The same, checked, nothing left to a default."""
@@ -42,22 +43,21 @@ class Settings:
             raise ValueError(f"clock='cpu' adds up the time of all threads={threads}: give --threads 1 with it")
         names = tuple(cases.find(name).name for name in self.cases or cases.CASES)
         entered = tuple(contenders.find(name).name for name in self.contenders or contenders.CONTENDERS)
-        return Settings(
-            cases=names,
-            contenders=entered,
-            rounds=self.rounds,
-            batch_scale=self.batch_scale,
-            threads=threads,
-            clock=self.clock,
-        )
+        return replace(self, cases=names, contenders=entered, threads=threads)
+
+    @property
+    def conditions(self) -> Conditions:
+        """What all processes have in common; of resolved settings."""
+        assert self.threads is not None
+        return Conditions(threads=self.threads, clock=self.clock, freed_memory=self.freed_memory)
 
 
 def run(settings: Settings, progress: Progress, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Every contender on every case; the document so far goes to `keep` after each case, as all may take an hour."""
     chosen = settings.resolved()
-    assert chosen.cases is not None and chosen.contenders is not None and chosen.threads is not None
+    assert chosen.cases is not None and chosen.contenders is not None
     document: dict[str, Any] = {
-        "machine": on_this_machine(chosen.threads),
+        "machine": on_this_machine(chosen.conditions.threads),
         "settings": {**asdict(chosen), "clip_norm": contenders.CLIP_NORM, "dropout": 0.0},
         "cases": [],
         "targets": [],
@@ -65,13 +65,7 @@ def run(settings: Settings, progress: Progress, keep: Callable[[dict[str, Any]],
     for name in chosen.cases:
         case = cases.find(name)
         jobs = [
-            Job(
-                case=name,
-                contender=contender,
-                threads=chosen.threads,
-                batch_scale=chosen.batch_scale,
-                clock=chosen.clock,
-            )
+            Job(case=name, contender=contender, batch_scale=chosen.batch_scale, conditions=chosen.conditions)
             for contender in chosen.contenders
             if case.images or not contenders.find(contender).images_only
         ]
@@ -85,22 +79,11 @@ def run(settings: Settings, progress: Progress, keep: Callable[[dict[str, Any]],
 def growth(settings: Settings, progress: Progress) -> dict[str, Any]:
     """How the cost of pmlf grows."""
     chosen = settings.resolved()
-    assert chosen.threads is not None
-    series = growing.measure(
-        threads=chosen.threads,
-        rounds=chosen.rounds,
-        batch_scale=chosen.batch_scale,
-        clock=chosen.clock,
-        progress=progress,
-    )
+    conditions = chosen.conditions
+    series = growing.measure(conditions, rounds=chosen.rounds, batch_scale=chosen.batch_scale, progress=progress)
     return {
-        "machine": on_this_machine(chosen.threads),
-        "settings": {
-            "rounds": chosen.rounds,
-            "batch_scale": chosen.batch_scale,
-            "threads": chosen.threads,
-            "clock": chosen.clock,
-        },
+        "machine": on_this_machine(conditions.threads),
+        "settings": {"rounds": chosen.rounds, "batch_scale": chosen.batch_scale, **asdict(conditions)},
         "growth": growing.to_json(series),
     }
 

@@ -15,9 +15,10 @@ from pmlf.experiments.spec import shown_default
 class Bench(Command):
     """What a private gradient costs on this machine, in time and memory, beside a plain one and beside others' ways.
 
-    Every contender has a process of its own, and all do one round before any does the next. The table gives the best
-    and the median time of one gradient, the peak of memory beyond imports, both also over a plain gradient's, and then
-    whether each of the project's targets holds. Models have random weights, and no dropout; nothing is downloaded.
+    Every contender has a process of its own, and all do one round before any does the next: a call that is not timed,
+    then those that are, as the steps of a training follow each other. The table gives the best and the median time of
+    one gradient, the peak of memory beyond imports, both also over a plain gradient's, and then whether each of the
+    project's targets holds. Models have random weights, and no dropout; nothing is downloaded.
     pmlf-step is a whole step of DP-PMLF (k=2, filter, noise) over the case's batch, on cnn5 over four of them.
     """
 
@@ -38,6 +39,10 @@ class Bench(Command):
 
     clock: Literal["wall", "cpu"] = "wall"
     """wall, or on a machine that is busy with other work cpu: processor time, with --threads 1."""
+
+    freed_memory: Literal["kept", "returned"] = "kept"
+    """kept: what a step frees stays with its process for the next one, as in `pmlf train`; so for every contender.
+    returned: as malloc does by itself, large pieces go back to the system and are fetched anew in every step."""
 
     growth: bool = False
     """Instead: how time and memory of pmlf grow with k, micro-batch, width and sequence length of a transformer."""
@@ -63,6 +68,7 @@ class Bench(Command):
             batch_scale=self.batch_scale,
             threads=self.threads,
             clock=self.clock,
+            freed_memory=self.freed_memory,
         )
         document = suite.growth(settings, say) if self.growth else suite.run(settings, say, self._write)
         self._write(document)
