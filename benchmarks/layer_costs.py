@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from pmlf import choice
+from pmlf import choice, machine
 from pmlf.factors import Factors, Outer, Patches
 from pmlf.gradients import ParameterGradient, Workspace, factored_norms, squared_norms
 
@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     arguments = parser.parse_args()
+    machine.keep_freed_memory()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     makers: dict[str, Callable[[], Factors]] = {
@@ -138,7 +139,7 @@ def main() -> None:
             times = " ".join(f"{1e3 * seconds[each]:8.2f}" for each in ("gram", "dropped", "held"))
             print(f"{name:28} {k}  {times}      {way:8} {behind:.2f}", flush=True)
     if arguments.out:
-        document = {"torch": torch.__version__, "threads": arguments.threads, "layers": rows}
+        document = {**machine.describe("torch", "pmlf"), "threads": arguments.threads, "layers": rows}
         arguments.out.write_text(json.dumps(document, indent=2) + "\n")
 
 

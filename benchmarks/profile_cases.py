@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from pmlf import machine
 from pmlf.benchmark import cases, contenders
 
 ROUNDS, SHOWN = 3, 8
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=0.5, help="factor on the batch sizes")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     arguments = parser.parse_args()
+    machine.keep_freed_memory()
     torch.set_num_threads(1)
     document = []
     for case in arguments.cases:
