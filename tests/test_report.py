@@ -133,6 +133,13 @@ def test_smoke_counts_for_nothing() -> None:
     assert "## a title" not in text.markdown([smoke], [])
 
 
+def test_the_page_says_there_is_no_record_only_where_there_is_none() -> None:
+    nothing = "No record beyond smoke yet"
+    assert nothing in page.render([Record(document(profile="smoke"))], [])
+    assert nothing not in page.render([Record(document(artifact="table-4"))], [])
+    assert nothing not in page.render([Record(document())], [])
+
+
 def test_markdown_says_what_holds_by_how_much_and_what_is_missing() -> None:
     partly = document()
     partly["cells"][2]["runs"].pop()

@@ -34,6 +34,7 @@ def render(records: Sequence[Record], diagnostics: Sequence[dict[str, Any]]) -> 
         tiles=_tiles(real),
         # Table 4 has seven filters at every epsilon: in its own section
         glance=[(r, one) for r in real if r.artifact != "table-4" for one in r.differences()],
+        recorded=bool(real),
         missing=words.missing(records),
         filters=_filters(),
         diagnostics=[theory.view(document) for document in diagnostics],
