@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pmlf import accounting, audit, checkpoint, filters, methods, sampling, theory
+    from pmlf import accounting, audit, checkpoint, filters, machine, methods, sampling, theory
     from pmlf.fixes import fix_model
     from pmlf.inspection import check
     from pmlf.ledger import Ledger
@@ -24,6 +24,7 @@ __all__ = [
     "evaluate",
     "filters",
     "fix_model",
+    "machine",
     "make_private",
     "methods",
     "sampling",
