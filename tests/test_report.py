@@ -150,6 +150,14 @@ def test_markdown_says_what_holds_by_how_much_and_what_is_missing() -> None:
     assert text.markdown([Record(partly)], []) == made  # nothing of the day in it
 
 
+def test_what_cannot_be_told_is_bounded_in_words() -> None:
+    undecided = document()
+    undecided["cells"][1]["runs"] = [run(seed, accuracy) for seed, accuracy in enumerate([0.51, 0.51, 0.52])]
+    (line,) = words.findings(Record(undecided))
+    interval = stats.ttest_rel([51, 51, 52], [50, 53, 50]).confidence_interval(0.95)  # against InnerOuter, the widest
+    assert line.endswith(f"where it cannot be told, its lead is below {interval.high:.2f} points.")
+
+
 def test_latex_is_balanced_and_escapes_what_it_must() -> None:
     changed = document()
     changed["cells"][0]["variant"] = "a {-0.9}, b {0.1} & 5%"

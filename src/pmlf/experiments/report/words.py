@@ -127,4 +127,7 @@ def _compared(differences: Sequence[Difference]) -> str:
         for verdict in phrases
         if verdict in by_verdict
     ]
+    widest = [one.mean + one.half_width for one in by_verdict.get("cannot tell", ()) if one.half_width is not None]
+    if widest:
+        parts.append(f"where it cannot be told, its lead is below {max(widest):.2f} points")
     return f"{differences[0].above} " + "; ".join(parts)
