@@ -75,8 +75,8 @@ def test_a_finished_job_is_left_as_it_is(tmp_path: Path) -> None:
     told: list[News] = []
     jobs.carry_out(job, told.append)
     assert {path: path.stat().st_mtime_ns for path in job.folder.iterdir()} == before and not told
-    cost = json.loads((job.folder / jobs.COST).read_text())
-    assert cost["seconds"] >= 0 and cost["threads"] == torch.get_num_threads() and cost["machine"]["cpu"]
+    where = json.loads((job.folder / jobs.MACHINE).read_text())
+    assert where["threads"] == torch.get_num_threads() and where["machine"]["cpu"] and where["machine"]["code"]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks a process that has threads")
@@ -139,6 +139,45 @@ def test_ctrl_c_stops_the_processes_and_loses_nothing(tmp_path: Path) -> None:
         executors.in_processes([job], 1, Impatient())
     assert not multiprocessing.active_children()
     assert not jobs.finished(job.folder) and (job.folder / "checkpoint.safetensors").exists()
+
+
+def test_ctrl_c_in_the_last_step_keeps_the_run_and_begins_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "_SECONDS_BETWEEN_NEWS", -1.0)
+    last, next_one = (jobs.job(replace(SPEC, seed=seed), tmp_path) for seed in range(2))
+
+    class Late(Heard):
+        def advanced(self, news: News) -> None:
+            if news.step == news.steps:
+                signal.raise_signal(signal.SIGINT)
+
+    heard = Late()
+    with pytest.raises(KeyboardInterrupt):
+        executors.here([last, next_one], heard)
+    assert heard.begun == [last.key] and jobs.finished(last.folder) and not next_one.folder.exists()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks a process that has threads")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_worker_stopped_in_the_last_step_of_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_SECONDS_BETWEEN_NEWS", -1.0)
+    job = jobs.job(SPEC, tmp_path, threads=1)
+    ours, theirs = multiprocessing.Pipe()
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        executors._work(theirs)
+        os._exit(7)
+    theirs.close()
+    ours.send(job)
+    while not (isinstance(news := ours.recv(), News) and news.step == news.steps - 1):
+        pass
+    os.kill(child, signal.SIGSTOP)  # so that the signal below arrives in the step after this news: the last one
+    os.kill(child, signal.SIGTERM)
+    os.kill(child, signal.SIGCONT)
+    assert os.waitpid(child, 0)[1] in (7 << 8, signal.SIGTERM)  # it hung here, waiting for another job
+    ours.close()
 
 
 def test_an_unknown_executor_is_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,12 +70,66 @@ def test_tuning_chooses_by_held_out_records_and_ends_on_all_of_them(tmp_path: Pa
 
 def test_of_equally_good_rates_the_smallest_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = plan(tmp_path, "tuned")
-    monkeypatch.setattr(reproduction, "read_run", lambda job: {"accuracy": 0.5})
-    assert reproduction.chosen_rate(one, one.cells[0]) == min(PANEL.rates)
-    monkeypatch.setattr(reproduction, "read_run", lambda job: {"accuracy": job.spec.lr})
-    assert reproduction.chosen_rate(one, one.cells[0]) == max(PANEL.rates)
+    monkeypatch.setattr(reproduction, "read_run", lambda job: {"lr": job.spec.lr, "accuracy": 0.5})
+    assert reproduction.chosen_rate(one, one.cells[0], {}) == min(PANEL.rates)
+    monkeypatch.setattr(reproduction, "read_run", lambda job: {"lr": job.spec.lr, "accuracy": job.spec.lr})
+    assert reproduction.chosen_rate(one, one.cells[0], {}) == max(PANEL.rates)
     monkeypatch.setattr(reproduction, "read_run", lambda job: None)
-    assert reproduction.chosen_rate(one, one.cells[0]) is None
+    assert reproduction.chosen_rate(one, one.cells[0], {}) is None
+
+
+def test_a_trial_is_the_beginning_of_a_final_run_with_its_noise(tmp_path: Path) -> None:
+    record, _, _ = run(plan(tmp_path, "tuned", seeds=1))
+    for cell in record["cells"]:
+        (final,) = cell["runs"]
+        for trial in cell["trials"]:
+            assert (trial["steps"], final["steps"]) == (2, 4) and trial["epsilon"] < final["epsilon"]
+            planned = json.loads((tmp_path / "runs" / trial["key"] / "certificate.json").read_text())["planned_steps"]
+            assert planned == 4  # what its noise is calibrated for
+
+
+@pytest.mark.parametrize("protocol", ["shared", "tuned"])
+def test_what_is_on_record_stays_there(protocol: str, tmp_path: Path) -> None:
+    first, _, _ = run(plan(tmp_path, protocol))
+    fewer, heard, _ = run(plan(tmp_path, protocol, seeds=1))
+    assert heard.begun == [] and fewer == first
+    shutil.rmtree(tmp_path / "runs")
+    reproduction.write_record(plan(tmp_path, protocol))
+    assert json.loads(plan(tmp_path, protocol).record_path.read_text()) == first
+
+
+@pytest.mark.parametrize("damage", ["result.json", "certificate.json", "machine.json"])
+def test_a_damaged_folder_is_a_failure_by_name_and_stops_nothing_else(damage: str, tmp_path: Path) -> None:
+    one = plan(tmp_path, seeds=1)
+    run(one)
+    (folder, other) = (one.job(cell.run(0)).folder for cell in one.cells)
+    one.record_path.unlink()
+    (folder / damage).write_text("")
+    shutil.rmtree(other)
+    record, heard, failed = run(one)
+    assert heard.begun == [folder.name, other.name]
+    assert len(failed) == 1 and f"{str(folder)!r} is damaged" in failed[0]
+    assert [len(cell["runs"]) for cell in record["cells"]] == [0, 1]
+
+
+def test_two_that_write_one_record_do_not_meet(tmp_path: Path) -> None:
+    one = plan(tmp_path, seeds=1)
+    run(one)
+    errors: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            for _ in range(20):
+                reproduction.write_record(one)
+        except BaseException as error:
+            errors.append(error)
+
+    writers = [threading.Thread(target=write) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert not errors
 
 
 def test_what_fails_is_said_and_the_rest_is_recorded(tmp_path: Path) -> None:

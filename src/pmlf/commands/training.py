@@ -175,7 +175,11 @@ class Compare(TrainingCommand):
             rate_note(results),
             display.facts([("written to", str(out)), ("picture", str(plot))]),
         )
-        return _ended(results[-1])
+        last = results[-1]
+        if last.signalled_by is not None and not last.interrupted and len(results) < len(specs):
+            say(f"stopped as asked: {last.spec.method} is whole, {len(results)} of {len(specs)} methods were run")
+            return _exit_code(last.signalled_by)
+        return _ended(last)
 
 
 def _print_check(console: Console, report: Checked) -> None:
@@ -186,4 +190,9 @@ def _ended(result: RunResult) -> int:
     if result.interrupted_by is None:
         return 0
     say(f"interrupted: what was released until then is in {result.out}, and --resume {result.out} goes on with it")
-    return 128 + signal.Signals[result.interrupted_by]  # as a shell reports a process that a signal ended
+    return _exit_code(result.interrupted_by)
+
+
+def _exit_code(signal_name: str) -> int:
+    """As a shell reports a process that a signal ended."""
+    return 128 + signal.Signals[signal_name]

@@ -35,7 +35,7 @@ class Panel:
     epsilons: tuple[float, ...]
     variants: tuple[Variant, ...]
     seeds: int
-    trial_epochs: float | None  # of the runs that choose a learning rate; None as long as the final ones
+    trial_part: float | None  # of a final run's steps, with its noise, to choose a learning rate by; None for all
     rates: tuple[float, ...]  # the grid of the tuned protocol, the same for every variant
 
 
@@ -53,9 +53,7 @@ class Cell:
 
     def trials(self) -> tuple[RunSpec, ...]:
         """A run for every rate of the grid, trained without the held-out records and judged on them."""
-        spec = self._spec(seed=TUNING_SEED, holdout=HELD_OUT)
-        if self.panel.trial_epochs is not None:
-            spec = replace(spec, epochs=self.panel.trial_epochs)
+        spec = self._spec(seed=TUNING_SEED, holdout=HELD_OUT, first_part=self.panel.trial_part)
         return tuple(replace(spec, lr=rate) for rate in self.panel.rates)
 
     def _spec(self, **changes: Any) -> RunSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 from torch import Tensor
 
@@ -54,20 +55,22 @@ class Execution:
     def carry_out(self) -> RunResult:
         """All the steps that are left: to the end, to the end of the budget, or to an interruption."""
         private = self.private
+        self._steps = self.spec.steps_to_take(private.steps)
         self._begin = time.monotonic() - self.progress.seconds
-        interrupted_by = None
+        interrupted_by = signalled_by = None
         try:
             with noted_signals() as interruption:
                 self._save()  # also before the first step, so that a run which was cut off is always found again
-                self.observer.started(self.spec, private.steps)
+                self.observer.started(self.spec, self._steps)
                 if private.steps_done:
                     self.observer.stepped(private.steps_done, None)
-                for batch in private.batches():
+                for batch in islice(private.batches(), self._steps - private.steps_done):
                     self._step(batch)
                     if interruption.by:
                         break
-            if private.steps_done < private.steps:
-                interrupted_by = interruption.by
+            signalled_by = interruption.by
+            if private.steps_done < self._steps:
+                interrupted_by = signalled_by
             if interrupted_by is None and self._last_evaluated() != private.steps_done:  # the budget was spent
                 self._evaluate(None)
         except KeyboardInterrupt:
@@ -86,10 +89,11 @@ class Execution:
             epsilon=private.epsilon(),
             noise_multiplier=private.private_step.noise_multiplier,
             steps=private.steps_done,
-            planned_steps=private.steps,
+            planned_steps=self._steps,
             seconds=self.progress.seconds,
             interrupted_by=interrupted_by,
             evaluations=tuple(self.progress.evaluations),
+            signalled_by=interrupted_by or signalled_by,
         )
         self.folder.write_result(result)
         return result
@@ -101,7 +105,7 @@ class Execution:
         private.step(batch)
         training_loss = self.losses.take() if self.losses else None
         self.observer.stepped(private.steps_done, training_loss)
-        if private.steps_done % private.steps_per_epoch == 0 or private.steps_done == private.steps:
+        if private.steps_done % private.steps_per_epoch == 0 or private.steps_done == self._steps:
             self._evaluate(training_loss)
         if self.checkpoint_every is None:
             due = time.monotonic() - self._saved > _SECONDS_BETWEEN_CHECKPOINTS

@@ -106,7 +106,9 @@ def on_ray(todo: Sequence[Job], listener: Listener) -> None:
         for job in todo:
             listener.began(job)
             absolute = replace(job, folder=job.folder.absolute(), data_dir=job.data_dir and job.data_dir.absolute())
-            running[ray.remote(num_cpus=job.threads or 1)(_carry_out_silently).remote(absolute)] = job
+            gpus = 1 if job.spec.device.startswith("cuda") else 0  # Ray hides those that a task did not ask for
+            task = ray.remote(num_cpus=job.threads or 1, num_gpus=gpus)(_carry_out_silently)
+            running[task.remote(absolute)] = job
         while running:
             (done,), _ = ray.wait(list(running), num_returns=1)
             job = running.pop(done)
@@ -155,13 +157,13 @@ def _work(connection: Connection) -> None:
             job = connection.recv()
             try:
                 carry_out(job, connection.send)
-            except (EOFError, BrokenPipeError):
+            except (EOFError, ConnectionError):
                 raise
             except Exception as error:
                 connection.send(_Ended(error=_said(error)))
             else:
                 connection.send(_Ended(error=None))
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):  # the parent is gone or has stopped this process
+    except (EOFError, ConnectionError, KeyboardInterrupt):  # the parent is gone or has stopped this process
         return
 
 

@@ -17,7 +17,8 @@ from pmlf.experiments.spec import RunSpec
 from pmlf.files import write_json
 
 RESULT = "result.json"
-COST = "cost.json"  # what the run took, and on what machine
+MACHINE = "machine.json"  # what the run went on, from its first checkpoint on
+CERTIFICATE = "certificate.json"
 _SECONDS_BETWEEN_NEWS = 0.5
 
 
@@ -62,9 +63,16 @@ def job(spec: RunSpec, runs: Path, *, data_dir: Path | None = None, threads: int
 
 
 def finished(folder: Path) -> bool:
-    """Whether the run of this folder came to its end."""
-    result = folder / RESULT
-    return result.is_file() and not json.loads(result.read_text())["interrupted"]
+    """Whether the run of this folder came to its end; a folder that is damaged is refused by name."""
+    if not (folder / RESULT).is_file():
+        return False
+    try:
+        interrupted = json.loads((folder / RESULT).read_text())["interrupted"]
+        for beside in (CERTIFICATE, MACHINE):
+            json.loads((folder / beside).read_text())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(folder)!r} is damaged: put it back as it was, or remove it to run it again") from error
+    return not interrupted
 
 
 def carry_out(job: Job, tell: Tell) -> None:
@@ -75,40 +83,41 @@ def carry_out(job: Job, tell: Tell) -> None:
 
     if job.threads is not None:
         torch.set_num_threads(job.threads)
-    with _alone(job.folder):
+    with alone(job.folder):
         if finished(job.folder):
             return
         spec = stand_ins.in_place(job.spec, job.folder.parent)
-        result = runner.run(spec, job.folder, data_dir=job.data_dir, observer=_Telling(job.key, tell), resume=True)
-        if result.interrupted:
+        result = runner.run(spec, job.folder, data_dir=job.data_dir, observer=_Telling(job, tell), resume=True)
+        if result.signalled_by is not None:
             raise KeyboardInterrupt
-        where = {**machine.describe("torch", "pmlf"), "device": job.spec.device}
-        cost = {"seconds": round(result.seconds, 1), "threads": torch.get_num_threads(), "machine": where}
-        write_json(job.folder / COST, cost)
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process works in this folder; the lock of one that was killed is gone with it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as file:
+def alone(path: Path) -> Iterator[None]:
+    """Wait until no other process works on this file or folder; the lock of one that was killed is gone with it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f".{path.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 class _Telling(Unobserved):
-    """Passes on the step count, now and then."""
+    """Notes the machine when a run begins or goes on, and passes on the step count, now and then."""
 
-    def __init__(self, key: str, tell: Tell) -> None:
-        self._key, self._tell = key, tell
+    def __init__(self, job: Job, tell: Tell) -> None:
+        self._job, self._tell = job, tell
         self._steps, self._told = 0, 0.0
 
     def started(self, spec: RunSpec, steps: int) -> None:
+        import torch
+
+        where = {**machine.describe("torch", "pmlf"), "code": machine.code(), "device": spec.device}
+        write_json(self._job.folder / MACHINE, {"threads": torch.get_num_threads(), "machine": where})
         self._steps = steps
-        self._tell(News(key=self._key, step=0, steps=steps))
+        self._tell(News(key=self._job.key, step=0, steps=steps))
 
     def stepped(self, step: int, training_loss: float | None) -> None:
         now = time.monotonic()
         if now - self._told > _SECONDS_BETWEEN_NEWS:
             self._told = now
-            self._tell(News(key=self._key, step=step, steps=self._steps))
+            self._tell(News(key=self._job.key, step=step, steps=self._steps))

@@ -93,6 +93,7 @@ class RunResult:
     seconds: float
     interrupted_by: str | None  # a signal's name
     evaluations: tuple[Evaluation, ...]
+    signalled_by: str | None = None  # be it in the last step, too late to interrupt: no other run is to begin after it
 
     @property
     def interrupted(self) -> bool:

@@ -143,7 +143,7 @@ def compare(
                 checkpoint_every=checkpoint_every,
             )
             results.append(result)
-            if results[-1].interrupted:
+            if result.signalled_by:
                 break
     finally:
         if results:

@@ -223,6 +223,7 @@ class RunSpec(Setting):
     """One run: a method in a setting."""
 
     method: str = "dp-pmlf"
+    first_part: float | None = None  # carry out this part of the steps alone: a trial is the beginning of a longer run
 
     def build_method(self) -> Method:
         """The method with the parameters given, its own defaults for the others."""
@@ -236,6 +237,10 @@ class RunSpec(Setting):
             raise ValueError(f"unknown optimizer {self.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
         parameters = {_option(self.method, name): value for name, value in self._parameters().items()}
         return replace(super().resolved(records), model=self.model_name, options=MethodOptions(**parameters))
+
+    def steps_to_take(self, planned: int) -> int:
+        """Out of so many, for which the noise is calibrated."""
+        return planned if self.first_part is None else math.ceil(self.first_part * planned)
 
     def to_json(self) -> str:
         """Every field that is set."""

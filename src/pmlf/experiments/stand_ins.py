@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pmlf.experiments.spec import RunSpec, TextOptions
@@ -22,15 +25,25 @@ def in_place(spec: RunSpec, folder: Path) -> RunSpec:
     if spec.dataset != TEXTS:
         return spec
     texts, model = folder / TEXTS, folder / TEXT_MODEL
-    if not model.is_dir():
-        _write_texts(texts)
-        _write_model(model)
+    for path, write in ((texts, _write_texts), (model, _write_model)):
+        if not path.is_dir():
+            _put_whole(path, write)
     columns = TextOptions(text_column="text", labels=_LABELS)
     return replace(spec, dataset=str(texts), model=str(model), text=columns)
 
 
+def _put_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Written beside its place and renamed into it: who is killed, or writes at the same time, leaves no half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+        whole = Path(scratch) / path.name
+        whole.mkdir()
+        write(whole)
+        with suppress(OSError):  # another process was first: its folder is the same
+            whole.rename(path)
+
+
 def _write_texts(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for offset, split in enumerate(("train", "test")):
         with (folder / f"{split}.csv").open("w", newline="") as file:
             rows = csv.writer(file)
