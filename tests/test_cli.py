@@ -241,7 +241,7 @@ def test_ctrl_c_keeps_what_was_released(tmp_path: Path) -> None:
     assert process.returncode == 130
     document = json.loads(out)
     assert document["interrupted"] and 10 <= document["steps"] < 5000
-    assert "Traceback" not in err and "pmlf: interrupted: what was released until then is in run" in err
+    assert "Traceback" not in err and "pmlf: interrupted: what was released is in run" in err
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted([*RUN_FILES, "checkpoint.safetensors"])
     certificate = json.loads((tmp_path / "run" / "certificate.json").read_text())
     assert certificate["released_steps"] == document["steps"]
@@ -255,7 +255,7 @@ def test_sigterm_leaves_a_checkpoint_and_resume_goes_on_with_it(call: Call, tmp_
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 143 and "--resume run goes on with it" in err
+    assert process.returncode == 143 and "`pmlf train --resume run` goes on with it" in err
     code, _, err = call("train", "--resume", "run", "--clip-norm", 2)
     assert code == 2 and "--clip-norm was 1.0 when the run began and is 2.0 now" in err
     code, out, _ = call("train", "--resume", "run", "--json")

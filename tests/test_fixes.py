@@ -100,3 +100,11 @@ def test_group_norm_keeps_weights_and_at_least_four_channels_a_group(channels: i
 def test_what_attention_cannot_be_replaced_says_so() -> None:
     with pytest.raises(ValueError, match="add_bias_kv"):
         pmlf.fix_model(nn.MultiheadAttention(8, 2, add_bias_kv=True))
+
+
+def test_a_layer_shared_by_two_parents_stays_shared() -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    model = nn.ModuleDict({"first": nn.ModuleList([attention]), "second": nn.ModuleList([attention])})
+    fixed = pmlf.fix_model(model)
+    assert fixed["first"][0] is fixed["second"][0]
+    assert sum(p.numel() for p in fixed.parameters()) == sum(p.numel() for p in model.parameters())

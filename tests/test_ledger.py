@@ -149,6 +149,21 @@ def test_a_full_disk_releases_nothing_and_loses_nothing(tmp_path: Path) -> None:
     assert total(written(path, (FRESH, [2]))) == 4
 
 
+def test_an_interruption_between_writing_and_counting_is_not_built_upon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, session = tmp_path / "ledger", FRESH
+    with Ledger(path, dataset="patients", run=session.run) as book:
+        book.spend(session, step=0)
+        with monkeypatch.context() as patched:
+            patched.setattr(book.tally, "add", lambda step: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                book.spend(session, step=1)
+        with pytest.raises(RuntimeError, match="open it again"):
+            book.spend(session, step=2)
+    assert ledger.read(path).events.total() == 2
+
+
 def test_a_thousand_mutations_never_make_it_say_less(tmp_path: Path) -> None:
     other = replace(SEEDED, noise_multiplier=0.7, sample_rate=0.3)
     path = written(tmp_path / "l", (FRESH, [0, 1, 2]), (other, [0, 1]), (FRESH, [3, 4]))

@@ -33,6 +33,7 @@ def run(seed: int, accuracy: float, lr: float = 0.5) -> dict[str, Any]:
         "seed": seed,
         "lr": lr,
         "split": "test",
+        "judged_records": 10_000,
         "accuracy": accuracy,
         "curve": [[1.0, accuracy - 0.1], [2.0, accuracy]],
         "epsilon": 0.999,
@@ -129,7 +130,7 @@ def test_tuning_is_listed_with_every_trial_and_an_end_of_the_grid_is_said() -> N
 def test_smoke_counts_for_nothing() -> None:
     smoke = Record(document(profile="smoke"))
     assert not words.tally([smoke])
-    assert "figure-4: not run beyond smoke" in text.markdown([smoke], [])
+    assert "figure-4, shared: not run beyond smoke" in text.markdown([smoke], [])
     assert "## a title" not in text.markdown([smoke], [])
 
 
@@ -145,9 +146,61 @@ def test_markdown_says_what_holds_by_how_much_and_what_is_missing() -> None:
     partly["cells"][2]["runs"].pop()
     made = text.markdown([Record(partly)], [])
     assert "CIFAR-10, CNN-5, ε = 1: DP-PMLF is above DPSGD +5.00" in made
-    assert "figure-4: 8 of 9 runs done" in made and "table-2: not run beyond smoke" in made
-    assert "| DP-PMLF | **56.00 ± 1.00**<br>*paper: about 54* |" in made
+    assert "figure-4: 8 of 9 runs done" in made and "table-4, shared: not run beyond smoke" in made
+    assert "figure-2, tuned: not run beyond smoke" in made
+    assert "not meant for two cores, and run in smoke alone: figure-5, table-1, table-2, table-3" in made
+    assert "| DP-PMLF | 56.00 ± 1.00 (3 seeds)<br>*paper: about 54* |" in made  # not bold: others have other seeds
+    assert "the first 20,000 records, 20 epochs of batches of 1000, 3 seeds, 2 steps of noise multiplier 1.5" in made
     assert text.markdown([Record(partly)], []) == made  # nothing of the day in it
+
+
+def test_the_best_of_a_column_is_bold_where_all_have_the_same_seeds() -> None:
+    assert "CIFAR-10, CNN-5, 3 seeds:" in (made := text.markdown([Record(document())], []))
+    assert "| DP-PMLF | **56.00 ± 1.00**<br>*paper: about 54* |" in made
+
+
+def test_a_comparison_that_artifacts_share_counts_once_and_chance_is_said() -> None:
+    both = [Record(document()), Record(document(artifact="figure-2"))]
+    assert words.tally(both) == words.tally(both[:1])
+    (line,) = words.verdicts(both)
+    assert line.startswith("With shared learning rates, of 2 of the paper's orderings") and "0.1 leave 0 out" in line
+
+
+def test_a_single_record_of_a_small_split_tells_nothing_either() -> None:
+    small = document()
+    for cell, correct in zip(small["cells"], ([800, 790], [801, 791]), strict=False):
+        cell["runs"] = [{**run(seed, n / 872), "judged_records": 872} for seed, n in enumerate(correct)]
+    assert next(one for one in Record(small).differences() if one.below == "DPSGD").verdict == "cannot tell"
+
+
+def test_no_claim_goes_against_the_papers_own_numbers() -> None:
+    for name in paper.BY_NAME:
+        cells = [{**cell, "target_epsilon": cell["epsilon"], "runs": []} for cell in summary.claims(name)["cells"]]
+        for cell in cells:
+            cell["runs"] = [run(seed, cell["mean"] / 100) for seed in range(2)]
+        if cells:
+            verdicts = {one.verdict for one in Record(document(artifact=name, cells=cells)).differences()}
+            assert "contradicted" not in verdicts
+
+
+def test_a_trial_that_is_missing_leaves_a_gap_and_shifts_nothing() -> None:
+    tuned = document(protocol="tuned")
+    for cell in tuned["cells"]:
+        cell["trials"] = [run(1000, 0.3, lr=0.05), run(1000, 0.4, lr=0.5), run(1000, 0.2, lr=1.5)]
+    del tuned["cells"][0]["trials"][0]
+    made = text.markdown([Record(tuned)], [])
+    assert "|  | 0.05 | 0.5 | 1.5 | chosen |" in made
+    assert "DPSGD | - | 40.00 | 20.00 |" in made and "DP-PMLF | 30.00 | 40.00 | 20.00 |" in made
+    assert "<td>-</td><td" in page.render([Record(tuned)], [])
+
+
+def test_a_device_and_the_states_of_the_source_are_said() -> None:
+    elsewhere = document()
+    for number, cell in enumerate(elsewhere["cells"]):
+        for one in cell["runs"]:
+            one["cost"]["machine"] |= {"device": "cuda", "code": f"code{number // 2}"}
+    said = dict(words.facts(Record(elsewhere)))
+    assert "device cuda" in said["machine"] and said["source"] == "code0: 6 runs, code1: 3 runs"
 
 
 def test_what_cannot_be_told_is_bounded_in_words() -> None:
@@ -155,6 +208,12 @@ def test_what_cannot_be_told_is_bounded_in_words() -> None:
     undecided["cells"][1]["runs"] = [run(seed, accuracy) for seed, accuracy in enumerate([0.51, 0.51, 0.52])]
     (line,) = words.findings(Record(undecided))
     interval = stats.ttest_rel([51, 51, 52], [50, 53, 50]).confidence_interval(0.95)  # against InnerOuter, the widest
+    assert interval.high > 3
+    assert line.endswith("3 seeds are too few to bound a lead where it cannot be told.")
+    undecided["cells"][1]["runs"] = [run(seed, accuracy) for seed, accuracy in enumerate([0.499, 0.521, 0.51])]
+    undecided["cells"].pop()
+    (line,) = words.findings(Record(undecided))
+    interval = stats.ttest_rel([49.9, 52.1, 51], [50, 52, 51]).confidence_interval(0.95)
     assert line.endswith(f"where it cannot be told, its lead is below {interval.high:.2f} points.")
 
 

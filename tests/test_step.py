@@ -386,8 +386,8 @@ def test_no_noise_warns() -> None:
     ("loss", "message"),
     [
         (lambda m, b: F.cross_entropy(m(b[0]), b[1]), "loss_fn returned a scalar.*one loss a sample.*Hugging Face"),
-        (lambda m, b: m(b[0]), r"loss_fn returned shape \(2, 4\) for 2 samples"),
-        (lambda m, b: classify(m, b)[:1], r"loss_fn returned shape \(1,\) for 2 samples"),
+        (lambda m, b: m(b[0]), "loss_fn returned a tensor with 2 axes that is not one loss a sample"),
+        (lambda m, b: classify(m, b)[:1], "loss_fn returned a tensor with 1 axes that is not one loss a sample"),
         (lambda m, b: classify(m, b).tolist(), "loss_fn returned a float"),
         (lambda m, b: classify(m, b).detach(), "the loss does not depend on any trainable parameter"),
         (lambda m, b: [], "loss_fn returned no loss"),

@@ -67,6 +67,19 @@ def without(batch: Any, index: int) -> Any:
     )
 
 
+def first_repeated(batch: Any) -> Any:
+    """A batch of the same size whose samples are all its first one.
+
+    >>> first_repeated((torch.arange(3), ["a", "b", "c"]))
+    (tensor([0, 0, 0]), ['a', 'a', 'a'])
+    """
+    return _mapped(
+        batch,
+        lambda tensor: tensor[:1].expand_as(tensor).clone(),
+        lambda values: values[:1] * len(values),
+    )
+
+
 def synthetic(batch: Any, stream: Stream) -> Any:
     """A batch of the same form, shapes and dtypes without anything of its values.
 

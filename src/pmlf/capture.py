@@ -3,7 +3,8 @@
 What is silently wrong elsewhere and handled here: the gradient at an output *tensor* after an in-place activation (it
 is taken at the gradient edge); checkpointed layers recomputed with other parameters (the backward pass runs inside the
 parameter swap) or recorded twice (hooks record in the forward pass only); autocast's cache of another point's weights;
-buffers rewritten from the data; an input changed in place after a layer used it.
+autocast around all of it, which would round norms and sums too (it serves the loss alone); buffers and frozen
+parameters rewritten from the data; an input changed in place after a layer used it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from pmlf.half_precision import without_autocast
 from pmlf.layers import Call, Contribution, Rule, by_vmap, rule_for
 
 LossFunction = Callable[[Any, Any], Any]
@@ -46,6 +48,12 @@ class Plan:
         names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         if not names:
             raise ValueError("every parameter of the model is frozen: set requires_grad on those to train")
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not parameter.is_floating_point():
+                raise ValueError(
+                    f"parameter {name!r} is {parameter.dtype}, and noise is real: keep its real and imaginary parts as "
+                    "a real parameter (torch.view_as_real) and join them in forward"
+                )
         watched: list[Watched] = []
         expanded: set[str] = set()
         for module_name, module in model.named_modules():
@@ -87,6 +95,7 @@ class _Seen(NamedTuple):
     args: tuple[Any, ...]
     named_args: dict[str, Any]
     shape: torch.Size  # of the output, with its batch axis
+    output: Tensor | None  # where the layer has no rule
 
 
 @dataclass
@@ -111,7 +120,8 @@ class _Recorder:
             if not result.requires_grad:
                 return None
             args, named = tuple(map(_detached, args)), {key: _detached(value) for key, value in named.items()}
-            self.seen.append(_Seen(watched, module, args, named, result.shape))
+            kept = result.detach() if watched.rule is None else None
+            self.seen.append(_Seen(watched, module, args, named, result.shape, kept))
             whole = _whole(result)
             self.edges.append(get_gradient_edge(whole))
             needs_input = watched.rule is None or set(watched.own) != {"bias"}
@@ -135,8 +145,8 @@ class _Recorder:
             return output.expand(self.samples, *output.shape[1:])
         if leading == 0 or leading % self.samples:
             raise ValueError(
-                f"{what} returned shape {tuple(output.shape)} for a batch of {self.samples} samples: axis 0 must count "
-                "samples (batch_first=True where the module has it, a leading axis of 1 for positions)"
+                f"axis 0 of what {what} returned, an output with {output.ndim} axes, does not count the samples: put "
+                "the batch first (batch_first=True where the module has it, a leading axis of 1 for positions)"
             )
         return output
 
@@ -187,7 +197,7 @@ def capture(
     }
     buffers = dict(model.named_buffers())
     copies = {name: buffer.clone() for name, buffer in buffers.items()}
-    versions = {name: copy._version for name, copy in copies.items()}
+    frozen = {name: (p, p._version) for name, p in model.named_parameters() if not p.requires_grad}
     originals = {**dict(model.named_parameters()), **buffers}
     replacements = {id(originals[name]): tensor for name, tensor in {**leaves, **copies}.items()}
     recorder = _Recorder(samples)
@@ -199,13 +209,11 @@ def capture(
         wanted: list[Any] = [*recorder.edges, *(leaves[name] for name in sorted(plan.expanded))]
         grads = torch.autograd.grad(loss, wanted, grad_outputs=torch.full_like(loss, weight), allow_unused=True)
         now = dict(model.named_buffers())
-        rewritten = [n for n, copy in copies.items() if now.get(n) is not copy or copy._version != versions[n]]
+        rewritten = [n for n, copy in copies.items() if now.get(n) is not copy or not same_bits(copy, buffers[n])]
     del loss, wanted
+    rewritten += [name for name, (parameter, version) in frozen.items() if parameter._version != version]
     if rewritten:
-        raise ValueError(
-            f"buffer {rewritten[0]!r} was rewritten by the forward pass: it would carry the data without noise; remove "
-            "what rewrites it (running statistics, counters) or put that module in eval mode"
-        )
+        raise rewritten_by_forward(rewritten[0])
     recorder.refuse_changed_inputs()
 
     bare = grads[len(recorder.seen) :]
@@ -224,17 +232,32 @@ def capture(
             named_args=seen.named_args,
             grad=grad.detach().reshape(seen.shape),
             samples=samples,
+            output=seen.output,
         )
-        if seen.watched.rule is not None:
-            found = seen.watched.rule(call, own)
-        else:
-            found = by_vmap(call, own, _module_values(model, seen.module, values))
+        with without_autocast():
+            if seen.watched.rule is not None:
+                found = seen.watched.rule(call, own)
+            else:
+                found = by_vmap(call, own, _module_values(model, seen.module, values))
         del seen, grad, call
         for local in list(found):
             yield own[local], found.pop(local)
     for name, grad in zip(sorted(plan.expanded), bare, strict=True):
         if grad is not None:
             yield name, grad.detach().clone()  # autograd may give two parameters views of one tensor
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one kind hold the same, NaN counted: `.data` changes a tensor without a new version."""
+    first, second = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(first, second)
+
+
+def rewritten_by_forward(name: str) -> ValueError:
+    return ValueError(
+        f"{name!r}, a buffer or a frozen parameter, was rewritten by the forward pass: it would carry the data without "
+        "noise; remove what rewrites it (running statistics, counters) or put that module in eval mode"
+    )
 
 
 def _leaf(value: Tensor, copies: int | None) -> Tensor:
@@ -265,8 +288,8 @@ def per_sample_loss(result: Any, samples: int) -> Tensor:
             )
         if part.shape != (samples,):
             raise ValueError(
-                f"loss_fn returned shape {tuple(part.shape)} for {samples} samples: return shape ({samples},), "
-                "summing or averaging over every axis but the first"
+                f"loss_fn returned a tensor with {part.ndim} axes that is not one loss a sample: return shape "
+                "(samples,), summing or averaging over every axis but the first"
             )
     if not parts:
         raise ValueError("loss_fn returned no loss: return a tensor with one loss a sample")

@@ -32,17 +32,17 @@ _LISTS: dict[str, type] = {"list": list, "tuple": tuple}
 _MAPPINGS: dict[str, type] = {"dict": dict, "counter": Counter}
 
 
-def save(path: Path, state: Mapping[str, Any]) -> None:
+def save(path: Path | str, state: Mapping[str, Any]) -> None:
     """Write nested dicts, lists and tuples of tensors, numbers, texts, booleans and None to a file, atomically."""
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_packed(state, tensors, "state"))
     metadata = {"format": _FORMAT, "state": text, "digest": _digest(text, tensors)}
-    write_atomically(path, safetensors.torch.save(tensors, metadata))
+    write_atomically(Path(path), safetensors.torch.save(tensors, metadata))
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path | str) -> dict[str, Any]:
     """What `save` wrote, on the CPU; a file that is damaged, or is no checkpoint, is refused."""
-    content = path.read_bytes()
+    content = Path(path).read_bytes()
     try:
         metadata = _metadata(content)
         text, digest = metadata["state"], metadata["digest"]

@@ -60,9 +60,14 @@ class Factors(ABC):
         """(left, right) of some samples: (n, groups, tokens, rows), or row indices (n, 1, tokens); and
         (n, groups, tokens, cols)."""
 
+    @property
+    def window(self) -> Window | None:
+        """How patches slide over pixels, where inner products of pixels can stand for those of patches."""
+        return None
+
     @abstractmethod
-    def wide(self, chosen: slice) -> Wide:
-        """The sides of some samples in float64, ready for inner products."""
+    def wide(self, chosen: slice, window: Window | None) -> Wide:
+        """The sides of some samples in float64, ready for inner products with uses that have the same window."""
 
     @abstractmethod
     def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
@@ -100,10 +105,11 @@ class Factors(ABC):
     def spread(self, chosen: slice) -> Tensor:
         """sum_t |left_t| |right_t| of some samples: the scale of rounding errors, however the tokens cancel."""
         left, right = self.sides(chosen)
-        lengths = torch.linalg.vector_norm(right, dim=3)
+        dtype = wide_dtype(right)  # float32 would lose squares below 1e-38, and their sides may be large
+        lengths = torch.linalg.vector_norm(right, dim=3, dtype=dtype)
         if left.is_floating_point():
-            lengths = lengths * torch.linalg.vector_norm(left, dim=3)
-        return lengths.sum((1, 2), dtype=wide_dtype(right))
+            lengths = lengths * torch.linalg.vector_norm(left, dim=3, dtype=dtype)
+        return lengths.sum((1, 2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +165,7 @@ class Outer(Factors):
     def sides(self, chosen: slice) -> tuple[Tensor, Tensor]:
         return self.left[chosen].unsqueeze(1), self.right[chosen].unsqueeze(1)
 
-    def wide(self, chosen: slice) -> Wide:
+    def wide(self, chosen: slice, window: Window | None) -> Wide:
         dtype = wide_dtype(self.left)
         return Wide(left=self.left[chosen].unsqueeze(1).to(dtype), right=self.right[chosen].unsqueeze(1).to(dtype))
 
@@ -204,7 +210,7 @@ class Lookup(Factors):
     def sides(self, chosen: slice) -> tuple[Tensor, Tensor]:
         return self.index[chosen].unsqueeze(1), self.right[chosen].unsqueeze(1)
 
-    def wide(self, chosen: slice) -> Wide:
+    def wide(self, chosen: slice, window: Window | None) -> Wide:
         index, right = self.sides(chosen)
         return Wide(left=index, right=right.to(wide_dtype(right)))
 
@@ -235,8 +241,8 @@ class Patches(Factors):
         return self.grad.shape[0] // self.samples
 
     @property
-    def _slides(self) -> Window | None:
-        """The window over pixels, where inner products of pixels serve and are fewer than those of patches."""
+    def window(self) -> Window | None:
+        """None too where inner products of patches are fewer."""
         if self.groups > 1 or self._windows > 1 or set(self.stride) | set(self.dilation) != {1}:
             return None
         space = tuple(size + k - 1 for size, k in zip(self.grad.shape[2:], self.kernel, strict=True))
@@ -246,7 +252,7 @@ class Patches(Factors):
 
     @property
     def gram_operations(self) -> int:
-        window = self._slides
+        window = self.window
         if window is None:
             return self.groups * self.tokens * self.tokens * (self.rows + self.cols)
         pixels = torch.Size(window.space).numel()
@@ -270,8 +276,7 @@ class Patches(Factors):
         right = patches.movedim(-2, 1).reshape(-1, self.groups, self.tokens, self.cols)
         return self._left(chosen), right
 
-    def wide(self, chosen: slice) -> Wide:
-        window = self._slides
+    def wide(self, chosen: slice, window: Window | None) -> Wide:
         if window is None:
             left, right = self.sides(chosen)
         else:
@@ -331,7 +336,13 @@ def _same_memory(one: Tensor, two: Tensor) -> bool:
 
 def blank(tensor: Tensor, refused: Tensor) -> Tensor:
     """The tensor with zeros in the rows marked in `refused`."""
-    return torch.where(refused.view(-1, *[1] * (tensor.ndim - 1)), torch.zeros_like(tensor[:1]), tensor)
+    marked = refused.to(tensor.device).view(-1, *[1] * (tensor.ndim - 1))
+    return torch.where(marked, torch.zeros_like(tensor[:1]), tensor)
+
+
+def full_precision(tensor: Tensor) -> Tensor:
+    """At least float32: norms and sums are never taken in half precision."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def wide_dtype(tensor: Any) -> torch.dtype:

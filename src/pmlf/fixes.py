@@ -26,10 +26,11 @@ def fix_model(model: nn.Module) -> nn.Module:
     replacement = _replacement(fixed)
     if replacement is not None:
         return replacement
+    replaced = {child: _replacement(child) for module in list(fixed.modules()) for child in module.children()}
     for module in list(fixed.modules()):
-        for name, child in module.named_children():
-            replacement = _replacement(child)
-            if replacement is not None:
+        for name, child in module._modules.items():  # a child by every name it has: shared, it stays shared
+            replacement = None if child is None else replaced[child]
+            if child is not None and replacement is not None:
                 setattr(module, name, replacement.train(child.training))
     return fixed
 

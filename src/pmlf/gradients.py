@@ -15,14 +15,16 @@ of the very numbers that are added.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pmlf import choice
-from pmlf.factors import Factors, blank, wide_dtype
+from pmlf.factors import Factors, blank, full_precision, wide_dtype
 
 _NORM_BLOCK = 1024  # float32 sums of squares run over this many numbers, float64 over the blocks
+_TINY = 1e-25  # a norm^2 below which squares that float32 cannot hold may matter
 
 
 class Workspace:
@@ -31,8 +33,8 @@ class Workspace:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def __deepcopy__(self, memo: object) -> Workspace:
-        return Workspace()  # what is in it is sensitive, and nobody's
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_buffers": {}}  # what is in it is sensitive, and nobody's: neither copied nor written to a file
 
     def scratch(self, like: Tensor) -> Tensor:
         """Uninitialised memory like a tensor, until the next call."""
@@ -57,8 +59,8 @@ class SumBuffers:
     def __init__(self) -> None:
         self._sets: list[_Sums] = []
 
-    def __deepcopy__(self, memo: object) -> SumBuffers:
-        return SumBuffers()  # what is in them is sensitive, and nobody's
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_sets": []}  # what is in them is sensitive, and nobody's: neither copied nor written to a file
 
     def give_away(self, current: Mapping[str, Tensor]) -> None:
         """Never use these tensors again."""
@@ -108,10 +110,11 @@ class ParameterGradient:
     def add_formed(self, gradient: Tensor) -> None:
         """Add per-sample gradients (samples, *shape), which are taken over."""
         assert self._like is None and not self._factors, f"{self._name}: a layer's weight used bare as well"
+        rows = full_precision(gradient).reshape(len(gradient), -1)
         if self._held is None:
-            self._held = gradient.flatten(1)
+            self._held = rows
         else:
-            self._held += gradient.flatten(1)
+            self._held += rows
 
     def add(self, factors: Factors, points: int) -> None:
         """Add one use, formed or kept as factors, whichever is better for `points` times its tokens."""
@@ -134,7 +137,9 @@ class ParameterGradient:
         return factored_norms(self._factors)
 
     def formed(self, chosen: slice) -> Tensor:
-        """The gradients of some samples, (n, size), until the next call; for `add_clipped`."""
+        """The gradients of some samples, (n, size), until the next call; for `add_clipped` unless they are held."""
+        if self._held is not None:
+            return self._held[chosen]
         self._like, samples = self._factors[0], chosen.stop - chosen.start
         if self._part is None or len(self._part) < samples:
             self._part = self._like.sides(slice(0, 1))[1].new_empty(samples, self._like.size)
@@ -150,6 +155,14 @@ class ParameterGradient:
             self._total = part.new_zeros(part.shape[1])
         self._total.addmv_(part.mT, scale.to(part.dtype))
 
+    def forget_factors(self) -> None:
+        """All samples were taken up by `add_clipped`."""
+        self._factors = []
+
+    def set_aside(self, taken: Tensor) -> None:
+        """The marked samples were taken up by `add_clipped`, unless they are held."""
+        self._factors = [factors.without(taken) for factors in self._factors]
+
     def without(self, refused: Tensor) -> None:
         """Blank out the samples marked in `refused`."""
         if self._held is not None:
@@ -164,9 +177,10 @@ class ParameterGradient:
         if total is not None:
             arranged = total.view(out.shape) if self._like is None else self._like.arranged(total, out.shape)
             out.add_(arranged) if add else out.copy_(arranged)
-        else:
-            for index, factors in enumerate(self._factors):
-                factors.write_clipped_sum(scale, out, add=add or index > 0, scratch=self._workspace.scratch)
+            add = True
+        for factors in self._factors:
+            factors.write_clipped_sum(scale, out, add=add, scratch=self._workspace.scratch)
+            add = True
         self._held, self._part, self._total, self._factors = None, None, None, []  # served
 
 
@@ -189,6 +203,9 @@ def squared_norms(gradients: Tensor) -> Tensor:
     if whole:
         parts = gradients[:, :whole].view(rows, -1, _NORM_BLOCK)
         blocks += torch.linalg.vector_norm(parts, dim=2).to(wide).square_().sum(1)
+    tiny = blocks < _TINY
+    if bool(tiny.any()):
+        blocks[tiny] = gradients[tiny].to(wide).square().sum(1)
     return blocks
 
 
@@ -223,7 +240,9 @@ def factored_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor | None]:
 
 def _gram_norms(uses: Sequence[Factors], chosen: slice) -> tuple[Tensor, Tensor]:
     """Sums of products over all pairs of uses and of tokens, and the spread, in float64."""
-    wide = [use.wide(chosen) for use in uses]
+    windows = {use.window for use in uses}  # one convolution on images of different shapes has several
+    window = windows.pop() if len(windows) == 1 else None
+    wide = [use.wide(chosen, window) for use in uses]
     squared, spread = [], []
     for u, one in enumerate(wide):
         for v, other in enumerate(wide[: u + 1]):

@@ -1,4 +1,4 @@
-"""bfloat16 on the CPU: does it run here?
+"""bfloat16: where it must not be used, and whether it runs on this CPU.
 
 Some virtual machines advertise AMX and may not use it: torch's bfloat16 products then end the process with an illegal
 instruction, which no `except` can catch. So one is tried in a process of its own before the first is made here.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,16 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 loss.backward()
 """
 _CPU = Path("/proc/cpuinfo")
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Arithmetic in the precision that tensors have, also where autocast is on around it."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda", "mps"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 @contextmanager

@@ -7,15 +7,16 @@ of shape (samples, *parameter.shape). A new layer is one function and one row of
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pmlf.factors import Factors, Lookup, Outer, Patches
+from pmlf.factors import Factors, Lookup, Outer, Patches, full_precision
 
 Contribution = Factors | Tensor
 
@@ -30,6 +31,7 @@ class Call:
     named_args: Mapping[str, Any]
     grad: Tensor  # axis 0 is samples, or a sample-major multiple of it
     samples: int
+    output: Tensor | None = None  # kept for modules without a rule
 
     @property
     def input(self) -> Tensor:
@@ -51,7 +53,7 @@ def rule_for(module: nn.Module) -> Rule | None:
 
 
 def _linear(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
-    grad = _full(call.grad).reshape(call.samples, -1, call.grad.shape[-1])  # (n, tokens, out)
+    grad = full_precision(call.grad).reshape(call.samples, -1, call.grad.shape[-1])  # (n, tokens, out)
     found: dict[str, Contribution] = {}
     if "weight" in wanted:
         found["weight"] = _outer(grad, _tokens(call))
@@ -70,7 +72,7 @@ def _transposed_linear(call: Call, wanted: Collection[str]) -> dict[str, Contrib
 
 
 def _convolution(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
-    grad, module = _full(call.grad), call.module
+    grad, module = full_precision(call.grad), call.module
     space = len(module.kernel_size)
     if grad.ndim != space + 2:
         raise ValueError(f"layer {call.name!r} got an input without a batch axis: give convolutions batched inputs")
@@ -82,7 +84,7 @@ def _convolution(call: Call, wanted: Collection[str]) -> dict[str, Contribution]
             tokens=grad[0, 0].numel() * (grad.shape[0] // call.samples),
             rows=module.out_channels // module.groups,
             cols=module.weight[0].numel(),
-            input=_full(call.input),
+            input=full_precision(call.input),
             grad=grad,
             kernel=module.kernel_size,
             stride=module.stride,
@@ -98,7 +100,7 @@ def _convolution(call: Call, wanted: Collection[str]) -> dict[str, Contribution]
 def _embedding(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
     module = call.module
     index = call.input.reshape(call.samples, -1)
-    grad = _full(call.grad).reshape(*index.shape, module.embedding_dim)
+    grad = full_precision(call.grad).reshape(*index.shape, module.embedding_dim)
     if module.padding_idx is not None:  # that row is never trained
         grad = grad * (index != module.padding_idx).unsqueeze(-1)
     tokens, rows, cols = index.shape[1], module.num_embeddings, module.embedding_dim
@@ -107,24 +109,30 @@ def _embedding(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
 
 def _layer_norm(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
     module = call.module
-    return _trailing_affine(call, wanted, F.layer_norm(_full(call.input), module.normalized_shape, eps=module.eps))
+    return _trailing_affine(
+        call, wanted, F.layer_norm(full_precision(call.input), module.normalized_shape, eps=module.eps)
+    )
 
 
 def _rms_norm(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
     module = call.module
-    return _trailing_affine(call, wanted, F.rms_norm(_full(call.input), module.normalized_shape, eps=module.eps))
+    return _trailing_affine(
+        call, wanted, F.rms_norm(full_precision(call.input), module.normalized_shape, eps=module.eps)
+    )
 
 
 def _group_norm(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
-    return _channel_affine(call, wanted, F.group_norm(_full(call.input), call.module.num_groups, eps=call.module.eps))
+    return _channel_affine(
+        call, wanted, F.group_norm(full_precision(call.input), call.module.num_groups, eps=call.module.eps)
+    )
 
 
 def _instance_norm(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
-    return _channel_affine(call, wanted, F.instance_norm(_full(call.input), eps=call.module.eps))
+    return _channel_affine(call, wanted, F.instance_norm(full_precision(call.input), eps=call.module.eps))
 
 
 def _trailing_affine(call: Call, wanted: Collection[str], normal: Tensor) -> dict[str, Contribution]:
-    grad, shape = _full(call.grad), call.module.normalized_shape
+    grad, shape = full_precision(call.grad), call.module.normalized_shape
     found: dict[str, Contribution] = {}
     if "weight" in wanted:
         found["weight"] = (grad * normal).reshape(call.samples, -1, *shape).sum(1)
@@ -134,7 +142,7 @@ def _trailing_affine(call: Call, wanted: Collection[str], normal: Tensor) -> dic
 
 
 def _channel_affine(call: Call, wanted: Collection[str], normal: Tensor) -> dict[str, Contribution]:
-    grad = _full(call.grad)
+    grad = full_precision(call.grad)
     found: dict[str, Contribution] = {}
     if "weight" in wanted:
         found["weight"] = _channel_sum(call, grad * normal)
@@ -147,32 +155,51 @@ def by_vmap(call: Call, wanted: Collection[str], values: Mapping[str, Tensor]) -
     """Per-sample gradients of a module's own parameters by running it again, one sample at a time, under vmap.
 
     `values` are all of the module's parameters at the evaluation point. For modules without a rule whose parameters
-    are used in their own forward pass; refused where that draws randomness.
+    are used in their own forward pass; refused where that draws randomness. Of several arguments it is not said which
+    have a row for every sample, and the length of one that has not may happen to be the same: then those are taken that
+    give the output again.
     """
     if call.grad.shape[0] != call.samples:
         raise ValueError(
-            f"module {call.name!r} ({type(call.module).__name__}) has no rule and its output's axis 0 is "
-            f"{call.grad.shape[0]}, not the {call.samples} samples: put the batch first"
+            f"module {call.name!r} ({type(call.module).__name__}) has no rule and axis 0 of its output does not count "
+            "the samples: put the batch first"
         )
     own = {name: values[name] for name in wanted}
     rest = {name: value for name, value in values.items() if name not in own}
     names, arguments = list(call.named_args), [*call.args, *call.named_args.values()]
-    mapped = [isinstance(a, Tensor) and a.ndim > 0 and a.shape[0] == call.samples for a in arguments]
+    fitting = [i for i, a in enumerate(arguments) if isinstance(a, Tensor) and a.ndim > 0 and len(a) == call.samples]
 
-    def output_along_grad(own: dict[str, Tensor], grad: Tensor, *rows: Tensor) -> Tensor:
-        row = iter(rows)
-        given = [next(row).unsqueeze(0) if m else a for m, a in zip(mapped, arguments, strict=True)]
+    def output(own: Mapping[str, Tensor], mapped: Sequence[int], rows: Sequence[Tensor]) -> Tensor:
+        given = [rows[mapped.index(i)].unsqueeze(0) if i in mapped else a for i, a in enumerate(arguments)]
         positional = tuple(given[: len(call.args)])
         named = dict(zip(names, given[len(call.args) :], strict=True))
-        output = torch.func.functional_call(call.module, {**rest, **own}, positional, named)
-        return (output.squeeze(0) * grad).sum()
+        found: Tensor = torch.func.functional_call(call.module, {**rest, **own}, positional, named)
+        return found.squeeze(0)
 
-    rows = [a for m, a in zip(mapped, arguments, strict=True) if m]
-    per_sample = torch.func.vmap(torch.func.grad(output_along_grad), in_dims=(None, 0, *[0] * len(rows)))
+    def by_row(mapped: Sequence[int]) -> tuple[Tensor, ...]:
+        return tuple(arguments[i] for i in mapped)
+
+    def gives_the_output(mapped: Sequence[int]) -> bool:
+        assert call.output is not None
+        outputs = torch.func.vmap(lambda rows: output(own, mapped, rows))(by_row(mapped))
+        return outputs.shape == call.output.shape and _close(outputs, call.output)
+
+    def gradients(mapped: Sequence[int]) -> dict[str, Contribution]:
+        per_sample = torch.func.vmap(
+            torch.func.grad(lambda own, grad, rows: (output(own, mapped, rows) * grad).sum()), in_dims=(None, 0, 0)
+        )
+        return dict(per_sample(own, call.grad, by_row(mapped)))
+
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="There is a performance drop")  # slow is better than wrong
-            return dict(per_sample(own, call.grad, *rows))
+            if len(fitting) <= 1:
+                return gradients(fitting)
+            for count in range(len(fitting), 0, -1):
+                for mapped in combinations(fitting, count):
+                    if gives_the_output(mapped):
+                        return gradients(mapped)
+            raise ValueError("none of its arguments, row by row, give its output again")
     except (RuntimeError, ValueError) as error:
         raise ValueError(
             f"module {call.name!r} ({type(call.module).__name__}) has no rule for its parameters {sorted(wanted)} and "
@@ -188,7 +215,7 @@ def _outer(left: Tensor, right: Tensor) -> Outer:
 
 def _tokens(call: Call) -> Tensor:
     """The input as (samples, tokens, features)."""
-    return _full(call.input).reshape(call.samples, -1, call.input.shape[-1])
+    return full_precision(call.input).reshape(call.samples, -1, call.input.shape[-1])
 
 
 def _channel_sum(call: Call, tensor: Tensor) -> Tensor:
@@ -196,9 +223,11 @@ def _channel_sum(call: Call, tensor: Tensor) -> Tensor:
     return tensor.reshape(call.samples, -1, tensor.shape[1], tensor[0, 0].numel()).sum((1, 3))
 
 
-def _full(tensor: Tensor) -> Tensor:
-    """At least float32: norms and sums are never taken in half precision."""
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+def _close(one: Tensor, other: Tensor) -> bool:
+    """But for rounding, which is coarse in half precision."""
+    half = other.dtype in (torch.bfloat16, torch.float16)
+    distance = torch.linalg.vector_norm(full_precision(one) - full_precision(other))
+    return bool(distance <= (2e-2 if half else 1e-4) * torch.linalg.vector_norm(full_precision(other)))
 
 
 def _first_line(error: Exception) -> str:

@@ -61,7 +61,7 @@ class Ledger:
         self.dataset = dataset
         self.run = run or secrets.token_hex(8)
         self._session: Session | None = None
-        self._broken = False
+        self._broken = True  # until it is open
         self._descriptor = self._open()
         try:
             content = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
@@ -75,6 +75,7 @@ class Ledger:
             os.lseek(self._descriptor, contents.whole_bytes, os.SEEK_SET)
             if contents.cut_short:
                 self._complete()
+            self._broken = False
         except BaseException:
             self.close()
             raise
@@ -126,6 +127,7 @@ class Ledger:
             self.tally.begin(session)
         self.tally.add(step)
         self._digests += digests[1:]
+        self._broken = False
 
     def _open(self) -> int:
         try:
@@ -153,14 +155,13 @@ class Ledger:
         os.fsync(self._descriptor)
 
     def _write(self, content: bytes) -> None:
-        self._broken = True  # until all of it is on the disk, whatever stops it
+        self._broken = True  # until all of it is on the disk and counted, whatever stops it
         try:
             while content:
                 content = content[os.write(self._descriptor, content) :]
             os.fsync(self._descriptor)
         except OSError as error:
             raise unwritable(self.path, error) from error
-        self._broken = False
 
 
 def read(path: Path | str, *, dataset: str | None = None) -> Tally:

@@ -12,11 +12,13 @@ from pmlf import choice
 from pmlf.capture import LossFunction, Plan, capture
 from pmlf.factors import Factors
 from pmlf.gradients import ParameterGradient, Workspace, squared_norms
+from pmlf.half_precision import without_autocast
 from pmlf.layers import Contribution
 
 Clipping = Literal["flat", "automatic"]
 CLIPPINGS: tuple[Clipping, ...] = ("flat", "automatic")
 _AUTOMATIC_STABILITY = 0.01
+_LARGEST_ROUNDING = 1e-4  # over the clip norm, by its bound, which ordinary samples stay far below
 
 
 def clip_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
@@ -28,6 +30,11 @@ def clip_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
     if clipping == "automatic":
         return clip_norm / (norms + _AUTOMATIC_STABILITY)
     return clip_norm / norms.clamp(min=clip_norm)
+
+
+def _finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
+    """Zero for a sample whose norm is not finite."""
+    return torch.where(norms.isfinite(), clip_factors(norms, clip_norm, clipping), 0.0)
 
 
 class SampleMomentum:
@@ -50,6 +57,7 @@ class SampleMomentum:
         for name, contribution in capture(model, self._plan, values, loss_fn, batch, self._samples, weight):
             self.add(name, contribution)
 
+    @without_autocast()
     def add(self, name: str, contribution: Contribution) -> None:
         """v of parameter `name` += contribution."""
         if isinstance(contribution, Factors):
@@ -58,10 +66,14 @@ class SampleMomentum:
             self._gradients[name].add_formed(contribution)
         self._touched.add(name)
 
+    @without_autocast()
     def write_clipped_sum(
         self, clip_norm: float, clipping: Clipping, before: Mapping[str, Tensor] | None, into: Mapping[str, Tensor]
     ) -> Tensor:
         """into = before + sum_i clip(v_i); a sample whose v is not finite adds exactly zero.
+
+        A sample whose tokens cancel so far that rounding is a part of what it adds is formed and added by itself: in
+        one product with the others its rounding would follow from who they are.
 
         Returns |v| of every sample over all trainable parameters, never understated; not finite where v is not.
         """
@@ -69,18 +81,34 @@ class SampleMomentum:
             {name: gradient.factors for name, gradient in self._gradients.items() if gradient.factors}, self._samples
         )
         # in the parameters' order, not a set's: sums round the same way in every process
-        squared, slack = self._squared_norms([n for n in self._gradients if n in self._touched and n not in late])
-        found, factors = [], []
+        others = [name for name in self._gradients if name in self._touched and name not in late]
+        squared, slack = self._squared_norms(others)
+        aside = torch.zeros(self._samples, dtype=torch.bool)
+        norms, scale = torch.empty_like(slack), torch.empty_like(slack)
         for start in range(0, self._samples, step):
             chosen = slice(start, min(start + step, self._samples))
             total, formed = squared[chosen], {name: self._gradients[name].formed(chosen) for name in late}
             for part in formed.values():
                 total += squared_norms(part).to(total)
-            found.append(total.sqrt_() + slack[chosen].sqrt_())
-            factors.append(torch.where(found[-1].isfinite(), clip_factors(found[-1], clip_norm, clipping), 0.0))
+            norms[chosen] = total.sqrt_() + slack[chosen]
+            scale[chosen] = _finite_factors(norms[chosen], clip_norm, clipping)
+            aside[chosen] = scale[chosen] * slack[chosen] > _LARGEST_ROUNDING * clip_norm
+            for row in (aside[chosen].nonzero().flatten() + start).tolist():
+                one = slice(row, row + 1)
+                rows = {name: part[row - start : row - start + 1] for name, part in formed.items()}
+                rows |= {name: self._gradients[name].formed(one) for name in others}
+                norms[one] = torch.stack([squared_norms(part).to(norms) for part in rows.values()]).sum(0).sqrt_()
+                scale[one] = _finite_factors(norms[one], clip_norm, clipping)
+                for name in others:
+                    if self._gradients[name].factors:
+                        self._gradients[name].add_clipped(rows[name], scale[one].to(rows[name].device))
             for name, part in formed.items():
-                self._gradients[name].add_clipped(part, factors[-1].to(part.device))
-        norms, scale = torch.cat(found), torch.cat(factors)
+                self._gradients[name].add_clipped(part, scale[chosen].to(part.device))
+        for name in late:
+            self._gradients[name].forget_factors()
+        if bool(aside.any()):
+            for name in others:
+                self._gradients[name].set_aside(aside)
         refused = scale == 0.0
         some_refused = bool(refused.any())
         for name, gradient in self._gradients.items():
@@ -91,12 +119,12 @@ class SampleMomentum:
                 out.zero_()
             if name in self._touched:
                 if some_refused:
-                    gradient.without(refused.to(out.device))
+                    gradient.without(refused)
                 gradient.write_clipped_sum(scale.to(out.device), out, add=before is not None)
         return norms
 
     def _squared_norms(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """(norm^2, slack^2) of every sample over some parameters, float64."""
+        """(norm^2, slack) of every sample over some parameters, float64."""
         squared = torch.zeros(self._samples, dtype=torch.float64)
         slack = torch.zeros(self._samples, dtype=torch.float64)
         for name in names:
@@ -104,4 +132,4 @@ class SampleMomentum:
             squared += norm.to(squared)
             if rounding is not None:
                 slack += rounding.to(slack).square_()
-        return squared, slack
+        return squared, slack.sqrt_()

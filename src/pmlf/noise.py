@@ -78,8 +78,8 @@ class Stream:
         """
         if not (is_number(std) and 0.0 <= std <= LARGEST_STD):
             raise ValueError(f"std={std} is not a deviation of noise: give a number from 0 to {LARGEST_STD:g}")
-        if not tensor.is_contiguous():
-            raise ValueError("noise is added to contiguous tensors only")
+        if not tensor.is_contiguous() or not tensor.is_floating_point():
+            raise ValueError("noise is added to contiguous tensors of real floating-point numbers only")
         std = float(std)
         flat = tensor.detach().view(-1)
         work = _Work(min(CHUNK, flat.numel()), SUMMANDS if hardened else 1)

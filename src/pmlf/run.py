@@ -53,6 +53,7 @@ class PrivateRun:
         self._average = average
         self.spending = spending
         self._due: LogicalBatch | None = None
+        self._released = private_step.releases
         self._between_steps = True
 
     @property
@@ -109,6 +110,12 @@ class PrivateRun:
                 "this batch was not issued by run.batches(), or was used already: give each issued batch to run.step "
                 "once"
             )
+        if batch.step != self.steps_done:
+            raise ValueError(
+                f"this batch is of step {batch.step}, and step {self.steps_done} is next: go on with batches that "
+                "run.batches() issues from now on"
+            )
+        self._refuse_foreign_releases()
         if self.private_step.pending:
             raise RuntimeError(
                 "samples were accumulated outside run.step, and the sampler did not draw them: "
@@ -123,6 +130,7 @@ class PrivateRun:
             self.private_step.discard()
             raise
         self._between_steps = False
+        self._released += 1
         self.private_step.release()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -145,10 +153,12 @@ class PrivateRun:
 
     def epsilon(self) -> float:
         """Spent so far, at the run's delta: by PLD, or by an RDP filter where its ledger holds other plans too."""
+        self._refuse_foreign_releases()
         return self.spending.epsilon()
 
     def certificate(self) -> dict[str, Any]:
         """The mechanism, its public constants and the epsilon they give; JSON-ready."""
+        self._refuse_foreign_releases()
         step = self.private_step
         return certificate(
             method=step.method,
@@ -169,6 +179,7 @@ class PrivateRun:
         """Everything released, at a step boundary: never a pending sum, a key or a sample."""
         if not self.between_steps:
             raise RuntimeError("a step was interrupted between its release and the optimizer: go back to a saved state")
+        self._refuse_foreign_releases()
         return {
             "mechanism": self._mechanism(),
             "max_physical_batch_size": self.max_physical_batch_size,
@@ -210,7 +221,15 @@ class PrivateRun:
         if self._average is not None:
             self._average.load_state_dict(state["average"], like=self.private_step.trained)
         self._due = None
+        self._released = self.private_step.releases
         self._between_steps = True
+
+    def _refuse_foreign_releases(self) -> None:
+        if self.private_step.releases > self._released:
+            raise RuntimeError(
+                "run.private_step.release() was called outside run.step, and nothing accounts for it: go back to a "
+                "saved state, and let run.step release"
+            )
 
     def _mechanism(self) -> dict[str, Any]:
         step = self.private_step

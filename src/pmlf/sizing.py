@@ -51,6 +51,7 @@ def physical_batch_size(step: PrivateStep, example: Any, *, most: int, free_byte
     trials = {size: trial(size) for size in sorted({small, large})}
     memory = _Line([(size, _peak_bytes(run, device)) for size, run in trials.items()])
     seconds = _Line(list(_best_seconds(trials, device).items()))
+    step.check_again()
     fits = math.floor((_MEMORY_SHARE * free - memory.fixed) / memory.each) if memory.each > 0 else most
     if fits < 1:
         raise ValueError(

@@ -21,9 +21,9 @@ from pmlf.filters import FilterMemory
 from pmlf.gradients import SumBuffers, Workspace
 from pmlf.methods import Method, resolve
 from pmlf.momentum import CLIPPINGS, Clipping, SampleMomentum
-from pmlf.noise import LARGEST_STD, Randomness, keyed_uniforms, randomness_from, torch_seeded
+from pmlf.noise import LARGEST_STD, Randomness, SeededRandomness, keyed_uniforms, randomness_from, torch_seeded
 from pmlf.points import History
-from pmlf.validation import Subject, check_samples, refuse_unsafe_model
+from pmlf.validation import Subject, check_augmentation, check_collation, check_samples, refuse_unsafe_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +207,8 @@ class PrivateStep:
                 noise.add_gaussian_(value, std, hardened=self.secure_noise)
         self._history.remember(parameters)
         filtered = self._filter.apply(values, scale=1 / self.expected_batch_size)
+        for parameter in self.model.parameters():
+            parameter.grad = None  # also of frozen ones: what an optimizer finds there was never made private
         for parameter, value in zip(parameters, filtered, strict=True):
             parameter.grad = value.to(parameter.dtype)
         self._sums.give_away(sums)  # to the filter or p.grad: no later sum is written where somebody can see it
@@ -233,7 +235,7 @@ class PrivateStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state of a step with the same method and model."""
-        if self._pending is not None:
+        if self._pending is not None and not self._torn:
             raise RuntimeError("a sum is pending: call release() or discard() before load_state_dict()")
         if state["method"] != self.method.name:
             raise ValueError(f"the state is of method {state['method']!r}, this step runs {self.method.name!r}")
@@ -244,7 +246,13 @@ class PrivateStep:
         history.load_state_dict(state["history"], like=self.trained)
         memory = FilterMemory(self.method.low_pass)
         memory.load_state_dict(state["filter"])
-        self._history, self._filter, self._releases, self._torn = history, memory, releases, False
+        self._history, self._filter, self._releases = history, memory, releases
+        self._pending, self._torn = None, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._pending is not None:
+            raise RuntimeError("a sum is pending, which is sensitive: call release() or discard() before copying it")
+        return vars(self)
 
     def _momentum(self, batch: Any, size: int, samples: Tensor, micro_batch: int) -> SampleMomentum:
         """v of every sample of a micro-batch: the loss's gradients at the evaluation points, weighted and added."""
@@ -275,10 +283,26 @@ class PrivateStep:
     def _check_first(self, batch: Any, size: int) -> None:
         """Once on a single sample and once on a pair: do factors and plain autograd agree, sample by sample?"""
         few = min(size, 2)
-        if self._checked < few:
-            subject = Subject(model=self.model, plan=self._plan, loss_fn=self.loss_fn, clip_norm=self.clip_norm)
-            check_samples(subject, select(batch, slice(0, few)))
+        if self._checked >= few:
+            return
+        batch = select(batch, slice(0, few))
+        if self.augmentation is not None:
+            uniforms = keyed_uniforms(SeededRandomness(0).stream("check"), torch.arange(few), self.augmentation.draws)
+            check_augmentation(self.augmentation.function, batch, uniforms)
+        if check_samples(self._subject, batch):
             self._checked = few
+
+    @property
+    def _subject(self) -> Subject:
+        return Subject(model=self.model, plan=self._plan, loss_fn=self.loss_fn, clip_norm=self.clip_norm)
+
+    def check_collation(self, records: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
+        """Refuse padding that changes the gradients of shorter records: tried on the shortest and the longest."""
+        check_collation(self._subject, records, collate)
+
+    def check_again(self) -> None:
+        """Look at the samples to come as at the first ones: those so far were synthetic."""
+        self._checked = 0
 
     def _refuse_torn(self) -> None:
         if self._torn:

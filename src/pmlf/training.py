@@ -31,6 +31,8 @@ from pmlf.sizing import EXAMPLES, physical_batch_size
 from pmlf.spending import Spending, continued_noise
 from pmlf.step import Augmentation, PrivateStep
 
+_COLLATED = 256  # records among which the shortest and the longest are looked for, where no lengths are given
+
 
 def make_private(
     *,
@@ -120,6 +122,9 @@ def make_private(
         augmentation=augmentation,
         secure_noise=secure_noise,
     )
+    if collate_fn is not None:  # the usual one does not pad
+        looked_at = range(min(_COLLATED, records)) if lengths is None else [lengths.argmin(), lengths.argmax()]
+        private_step.check_collation([dataset[int(index)] for index in looked_at], collate_fn)
     if isinstance(max_physical_batch_size, str) and max_physical_batch_size == "auto":
         first = [dataset[index] for index in range(min(EXAMPLES, records))]
         example = (collate_fn or default_collate)(first)

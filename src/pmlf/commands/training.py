@@ -30,7 +30,7 @@ class TrainingCommand(Command):
 
     setting: _Setting = field(default_factory=Setting)
 
-    out: Annotated[Path | None, shown_default("runs/<date>-<time>-<dataset>-<model>-<method>")] = None
+    out: Annotated[Path | None, shown_default("runs/<date>-<time>-<dataset>-<model>-<method>, or -comparison")] = None
     """Folder to make for the results; one that exists is refused."""
 
     data_dir: Annotated[Path | None, shown_default("$PMLF_DATA, else the Hugging Face hub")] = None
@@ -69,7 +69,7 @@ class Train(TrainingCommand):
     Without per-sample momentum: dp-pmlf-without-pm. Without low-pass filter: dp-pmlf-without-lf."""
 
     resume: Annotated[Path | None, shown_default("none, a new run", "RUN_DIR")] = None
-    """Go on with the run in this folder where it was interrupted or cut off; all settings are read from there.
+    """Go on with the run in this folder where it was interrupted or cut off; all settings but --data-dir are in it.
     With the seed it began with it ends in the same weights. Without one it draws fresh noise, and lost steps are
     charged again, so that it may stop before its last step, at its epsilon. --epochs or --steps may ask for more: the
     run then stops where an RDP filter, which allows for such afterthoughts, reaches epsilon."""
@@ -189,7 +189,7 @@ def _print_check(console: Console, report: Checked) -> None:
 def _ended(result: RunResult) -> int:
     if result.interrupted_by is None:
         return 0
-    say(f"interrupted: what was released until then is in {result.out}, and --resume {result.out} goes on with it")
+    say(f"interrupted: what was released is in {result.out}, and `pmlf train --resume {result.out}` goes on with it")
     return _exit_code(result.interrupted_by)
 
 

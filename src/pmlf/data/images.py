@@ -119,10 +119,14 @@ def load(name: str = DEFAULT, data_dir: str | Path | None = None) -> ImageData:
         arrays = _asset(spec) if spec.asset else _from_hub(spec, data_dir)
     elif Path(name).is_dir():
         spec, arrays = _from_folder(Path(name))
+    elif Path(name).is_file():
+        raise ValueError(
+            f"{name!r} is a file: a table of texts needs --text-column and --labels (`pmlf.data.load_text`)"
+        )
     else:
         raise ValueError(
-            f"unknown dataset {name!r}: choose one of {', '.join(IMAGE_DATASETS)}, or give a folder that exists, with "
-            "train and test in it"
+            f"unknown dataset {name!r}: choose one of {', '.join((*IMAGE_DATASETS, *TEXT_DATASETS))}, or give a folder "
+            "that exists, with train and test in it, or a table with its --text-column and --labels"
         )
     train, test = (
         ImageDataset(torch.from_numpy(images), torch.from_numpy(labels), mean=spec.mean, std=spec.std)

@@ -125,12 +125,11 @@ class TextData:
     def _labels(self, table: Any) -> NDArray[np.int64]:
         classes = {name: index for index, name in enumerate(self.columns.labels)}
         values = [str(value) for value in table.column(self.columns.label).to_pylist()]
-        for value in values:
-            if value not in classes:
-                raise ValueError(
-                    f"{self.source.name!r} has label {value!r} where {', '.join(classes)} are allowed: "
-                    f"{self.source.advice}, or drop the rows without a label"
-                )
+        if not set(values) <= set(classes):  # which one it is, is private
+            raise ValueError(
+                f"{self.source.name!r} has a label that is none of {', '.join(classes)}: name all labels there can be, "
+                f"drop the rows without one, or {self.source.advice}"
+            )
         return np.array([classes[value] for value in values], dtype=np.int64)
 
 

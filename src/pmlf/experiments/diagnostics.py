@@ -107,6 +107,7 @@ class Probe:
                 "seed": self._spec.seed,
                 "lr": self._spec.lr,
                 "batch_size": self._spec.batch_size,
+                "clip_norm": self._spec.clip_norm,
                 "k": len(weights),
                 "beta": weights[1] / weights[0] if len(weights) > 1 else 1.0,
                 "a": list(method.low_pass.a),
@@ -219,10 +220,23 @@ def _bias(means: Series, gradients: Series) -> float:
 
 
 def _command(spec: RunSpec) -> str:
-    """What measures this again, the method's own parameters aside."""
-    said = ("method", "dataset", "records", "model", "epsilon", "epochs", "steps", "batch_size", "lr", "seed")
-    given = [f"{flag(name)} {getattr(spec, name)}" for name in said if getattr(spec, name) is not None]
-    return f"pmlf train --diagnostics {' '.join(given)}"
+    """What measures this again: all that is not at its default."""
+    said = ("method", "dataset", "model", "epsilon", "lr", "seed")
+    usual, groups = RunSpec(), ("options", "text")
+    changed = {
+        name: value
+        for name, value in vars(spec).items()
+        if name not in groups and value is not None and (name in said or value != getattr(usual, name))
+    }
+    for group in groups:
+        changed |= {name: value for name, value in vars(getattr(spec, group)).items() if value is not None}
+    return f"pmlf train --diagnostics {' '.join(_option(name, value) for name, value in changed.items())}"
+
+
+def _option(name: str, value: Any) -> str:
+    if value is True:
+        return flag(name)
+    return f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def _gammas(low_pass: LowPass, weights: Sequence[float], correlations: NDArray[np.float64]) -> dict[str, Any]:

@@ -34,13 +34,13 @@ from pmlf.training import make_private
 
 def run(
     spec: RunSpec,
-    out: Path,
+    out: Path | str,
     *,
-    data_dir: Path | None = None,
+    data_dir: Path | str | None = None,
     observer: Observer | None = None,
     show_sensitive: bool = False,
     resume: bool = False,
-    ledger: Path | None = None,
+    ledger: Path | str | None = None,
     checkpoint_every: int | None = None,
     diagnostics: bool = False,
     show_check: Callable[[Checked], None] | None = None,
@@ -61,7 +61,7 @@ def run(
         raise ValueError("diagnostics are of a run from its first step on: begin a new run with them")
     if checkpoint_every is not None:
         require_count("checkpoint_every", checkpoint_every, "it counts the steps from one checkpoint to the next")
-    folder = RunFolder(out)
+    folder = RunFolder(Path(out))
     saved: Mapping[str, Any] | None = None
     if resume and folder.begun():
         stored, finished = folder.spec(), folder.finished()
@@ -74,7 +74,8 @@ def run(
     else:
         folder.refuse_existing()
     machine.keep_freed_memory()
-    task = tasks.prepare(spec, data_dir)
+    ledger = None if ledger is None else Path(ledger)
+    task = tasks.prepare(spec, None if data_dir is None else Path(data_dir))
     spec = spec.resolved(task.records)
     if saved is None:
         progress = Progress.start(task, ledger)

@@ -179,7 +179,7 @@ class Setting(Budget):
     """Hold out this fraction of the training split, always the same records, and evaluate on it, not on the test split.
     For tuning. The held-out records are not protected; epsilon is for those that are left."""
 
-    seed: Annotated[int | None, shown_default("none, cryptographic noise")] = None
+    seed: Annotated[int | None, shown_default("none, cryptographic noise; 0 for compare")] = None
     """Makes the run reproducible: initial weights, draws and noise follow from it.
     Whoever knows it can take the noise away: for experiments, not for a model to release."""
 

@@ -35,6 +35,7 @@ def render(records: Sequence[Record], diagnostics: Sequence[dict[str, Any]]) -> 
         # Table 4 has seven filters at every epsilon: in its own section
         glance=[(r, one) for r in real if r.artifact != "table-4" for one in r.differences()],
         recorded=bool(real),
+        verdicts=words.verdicts(real),
         missing=words.missing(records),
         filters=_filters(),
         diagnostics=[theory.view(document) for document in diagnostics],
@@ -52,6 +53,7 @@ class _View:
     panels: list[Panel]
     differences: list[Difference]
     trials: list[Trials]
+    rates: list[float]
     curves: list[Chart]
     facts: list[tuple[str, str]]
     certificates: list[tuple[str, dict[str, Any]]]
@@ -63,7 +65,8 @@ def _view(record: Record) -> _View:
         charts=charts.of_record(record),
         panels=panels(record),
         differences=list(record.differences()),
-        trials=trials(record),
+        trials=(tried := trials(record)),
+        rates=sorted({rate for one in tried for rate in one.accuracies}),
         curves=charts.learning_curves(record),
         facts=words.facts(record),
         certificates=certified,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +20,6 @@ NAMES = {
     **{"fashion-mnist-small": "packaged images", "sst2": "SST-2", "qnli": "QNLI", "qqp": "QQP", "mnli": "MNLI"},
     **{"cnn5": "CNN-5", "resnet18": "ResNet-18", "vit": "ViT", "FacebookAI/roberta-base": "RoBERTa-base"},
 }
-LEAST_DEVIATION = 0.01  # per cent: one record of 10,000, as fine as a test split tells; equal differences are luck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class Difference:
     mean: float
     half_width: float | None  # of the paired 95% interval; None from a single seed
     seeds: int
+    runs: frozenset[str]  # keys of all that were compared: artifacts share runs, and so comparisons
 
     @property
     def verdict(self) -> str:
@@ -145,10 +146,17 @@ class Record:
         found = [run["cost"] for cell in self.cells for run in cell.runs if run["cost"]]
         shown = (
             f"{cost['machine']['cpu']}, {cost['machine']['cores']} cores, {cost['threads']} thread"
-            f"{'s' if cost['threads'] > 1 else ''} a run, torch {cost['machine']['torch']}"
+            f"{'s' if cost['threads'] > 1 else ''} a run, device {cost['machine'].get('device', 'cpu')}, "
+            f"torch {cost['machine']['torch']}"
             for cost in found
         )
         return list(dict.fromkeys(shown))
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """How many runs each state of the source has made, by its digest; early ones did not note it."""
+        runs = [run for cell in self.cells for run in cell.runs]
+        return dict(Counter((run["cost"] or {"machine": {}})["machine"].get("code", "not noted") for run in runs))
 
     def differences(self) -> Iterator[Difference]:
         """The paper's claims of the kind "this is above that", as far as both were run."""
@@ -160,6 +168,8 @@ class Record:
                     continue
                 cells = {cell.variant: cell for cell in self.at(place)}
                 for below in claim["below"]:
+                    if _numbers_say_otherwise(self.artifact, place, claim["above"], below):
+                        continue
                     found = difference(cells.get(claim["above"]), cells.get(below))
                     if found is not None:
                         yield found
@@ -177,7 +187,9 @@ def difference(above: Cell | None, below: Cell | None) -> Difference | None:
     if len(pairs) > 1:
         from scipy.stats import t
 
-        deviation = max(statistics.stdev(pairs), LEAST_DEVIATION)
+        # one record, as fine as a split tells: differences that are equal to it are luck
+        finest = 100 / min(run["judged_records"] for run in (*above.runs, *below.runs))
+        deviation = max(statistics.stdev(pairs), finest)
         half_width = float(t.ppf(0.975, len(pairs) - 1)) * deviation / len(pairs) ** 0.5
     return Difference(
         place=above.place,
@@ -186,6 +198,7 @@ def difference(above: Cell | None, below: Cell | None) -> Difference | None:
         mean=statistics.fmean(pairs),
         half_width=half_width,
         seeds=len(pairs),
+        runs=frozenset(run["key"] for run in (*above.runs, *below.runs)),
     )
 
 
@@ -209,6 +222,12 @@ def claimed(artifact: str, place: Place, variant: str) -> dict[str, Any] | None:
         if (cell["dataset"], cell["model"], cell["variant"], float(cell["epsilon"])) == wanted:
             return dict(cell)
     return None
+
+
+def _numbers_say_otherwise(artifact: str, place: Place, above: str, below: str) -> bool:
+    """Whether the paper's own numbers go against its general claim here."""
+    higher, lower = claimed(artifact, place, above), claimed(artifact, place, below)
+    return higher is not None and lower is not None and higher["mean"] <= lower["mean"]
 
 
 def named(name: str) -> str:

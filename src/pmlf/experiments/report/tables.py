@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pmlf.experiments.report.summary import Cell, Record, claimed, named
@@ -31,6 +31,11 @@ class Panel:
     title: str
     epsilons: Sequence[float]
     rows: Sequence[tuple[str, Sequence[Entry]]]
+    seeds: int | None  # of every cell; None where they differ
+
+    @property
+    def title_with_seeds(self) -> str:
+        return self.title if self.seeds is None else f"{self.title}, {self.seeds} seed{'s' if self.seeds > 1 else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +43,14 @@ class Trials:
     """What each rate of the grid reached on the held-out records, and the rate that was chosen."""
 
     label: str
-    accuracies: Sequence[tuple[float, float]]
+    accuracies: Mapping[float, float]
     chosen: float | None
+    steps: int
 
     @property
     def at_an_end(self) -> bool:
         """Whether the best rate may lie outside the grid."""
-        rates = [rate for rate, _ in self.accuracies]
-        return self.chosen is not None and self.chosen in (min(rates), max(rates))
+        return self.chosen is not None and self.chosen in (min(self.accuracies), max(self.accuracies))
 
 
 def panels(record: Record) -> list[Panel]:
@@ -58,15 +63,14 @@ def panels(record: Record) -> list[Panel]:
         epsilons = sorted({cell.place.epsilon for cell in mine})
         variants = list(dict.fromkeys(cell.variant for cell in mine))
         cells = {(cell.variant, cell.place.epsilon): cell for cell in mine}
-        best = {
-            epsilon: max((c.mean for c in mine if c.place.epsilon == epsilon and c.mean is not None), default=None)
-            for epsilon in epsilons
-        }
+        best = {epsilon: _best([c for c in mine if c.place.epsilon == epsilon]) for epsilon in epsilons}
+        counts = {len(cell.runs) for cell in mine}
         rows = [
             (variant, [_entry(record, cells.get((variant, epsilon)), best[epsilon]) for epsilon in epsilons])
             for variant in variants
         ]
-        found.append(Panel(title=f"{named(dataset)}, {named(model)}", epsilons=epsilons, rows=rows))
+        seeds = counts.pop() if len(counts) == 1 else None
+        found.append(Panel(title=f"{named(dataset)}, {named(model)}", epsilons=epsilons, rows=rows, seeds=seeds))
     return found
 
 
@@ -75,8 +79,9 @@ def trials(record: Record) -> list[Trials]:
     return [
         Trials(
             label=f"{cell.place}: {cell.variant}",
-            accuracies=[(trial["lr"], 100 * trial["accuracy"]) for trial in cell.document["trials"]],
+            accuracies={trial["lr"]: 100 * trial["accuracy"] for trial in cell.document["trials"]},
             chosen=cell.document["lr"],
+            steps=cell.document["trials"][0]["steps"],
         )
         for cell in record.cells
         if cell.document.get("trials")
@@ -92,6 +97,13 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def _best(cells: Sequence[Cell]) -> float | None:
+    """The highest mean, where all have the same seeds: of different ones a mean says less than their differences."""
+    if len({frozenset(cell.accuracies) for cell in cells}) > 1:
+        return None
+    return max((cell.mean for cell in cells if cell.mean is not None), default=None)
 
 
 def _entry(record: Record, cell: Cell | None, best: float | None) -> Entry:

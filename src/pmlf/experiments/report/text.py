@@ -16,19 +16,15 @@ Made by `pmlf report docs/results/reproduction --markdown docs/results.md` from 
 the same command's `--out` is a page with charts, learning curves and certificates. What the paper claims is marked as
 the paper's. Accuracies are per cent on the test split, mean ± standard deviation over seeds. Differences are paired
 over seeds (same initial weights, same draws) with a 95 % interval in parentheses (Student's t); "cannot be told" means
-that the interval holds 0. A deviation of differences below one record of 10,000 counts as one.
+that the interval holds 0. A deviation of differences below one test record counts as one. Bold is the best mean of a
+column in which all have the same seeds.
 """
 
 
 def markdown(records: Sequence[Record], diagnostics: Sequence[dict[str, Any]]) -> str:
     """The whole document; smoke runs are left out, they mean nothing."""
     real = [record for record in records if record.profile != "smoke"]
-    counts = words.tally(real)
-    parts = [_HEAD]
-    parts.append(
-        f"Of the paper's orderings that were run, {counts['holds']} hold, {counts['contradicted']} are contradicted "
-        f"and {counts['cannot tell'] + counts['one seed']} cannot be told.\n"
-    )
+    parts = [_HEAD, _items(words.verdicts(real))]
     parts.append("## Still to run\n\n" + _items(words.missing(records)))
     for record in real:
         if record.done:
@@ -54,13 +50,17 @@ def _record(record: Record) -> str:
     parts += [_panel(panel) for panel in panels(record)]
     tried = trials(record)
     if tried:
-        rates = [f"{rate:g}" for rate, _ in tried[0].accuracies]
+        rates = sorted({rate for one in tried for rate in one.accuracies})
         rows = [
-            [one.label, *(f"{value:.2f}" for _, value in one.accuracies), _chosen(one.chosen, one.at_an_end)]
+            [
+                one.label,
+                *(f"{one.accuracies[rate]:.2f}" if rate in one.accuracies else "-" for rate in rates),
+                _chosen(one.chosen, one.at_an_end),
+            ]
             for one in tried
         ]
-        parts.append("Trials, accuracy on the held-out records by learning rate:\n")
-        parts.append(_table(["", *rates, "chosen"], rows))
+        parts.append(f"Trials of {tried[0].steps} steps, accuracy on the held-out records by learning rate:\n")
+        parts.append(_table(["", *(f"{rate:g}" for rate in rates), "chosen"], rows))
     parts.append(_items([f"{name}: {value}" for name, value in words.facts(record)]))
     return "\n".join(parts)
 
@@ -75,9 +75,12 @@ def _panel(panel: Panel) -> str:
         shown = []
         for cell in cells:
             measured = f"**{cell.measured()}**" if cell.best else cell.measured()
+            measured += (
+                f" ({cell.seeds} seed{'' if cell.seeds == 1 else 's'})" if panel.seeds is None and cell.seeds else ""
+            )
             shown.append(measured + (f"<br>*paper: {cell.claim}*" if cell.claim else ""))
         rows.append([variant, *shown])
-    return f"{panel.title}:\n\n" + _table(["", *(f"ε = {epsilon:g}" for epsilon in panel.epsilons)], rows)
+    return f"{panel.title_with_seeds}:\n\n" + _table(["", *(f"ε = {epsilon:g}" for epsilon in panel.epsilons)], rows)
 
 
 def _diagnostics(view: dict[str, Any]) -> str:
@@ -102,7 +105,9 @@ def _latex_panel(panel: Panel, record: Record) -> str:
 
     head = " & ".join(["", *(rf"$\epsilon={epsilon:g}$" for epsilon in panel.epsilons)])
     rows = "\n".join(" & ".join([_escaped(variant), *map(entry, cells)]) + r" \\" for variant, cells in panel.rows)
-    caption = _escaped(f"{panel.title}: test accuracy (%), {record.profile} profile, {record.protocol} learning rate.")
+    caption = _escaped(
+        f"{panel.title_with_seeds}: test accuracy (%), {record.profile} profile, {record.protocol} learning rate."
+    )
     return rf"""% {record.command}
 \begin{{table}}
 \caption{{{caption}}}

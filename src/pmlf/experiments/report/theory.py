@@ -20,12 +20,16 @@ def view(document: dict[str, Any]) -> dict[str, Any]:
     run = document["run"]
     kept = "gradients as they are" if document["sketch"] is None else f"sketches of {document['sketch']} sums"
     return {
-        "title": f"{run['method']}, {named(run['model'])} on {named(run['dataset'])}, ε = {run['target_epsilon']:g}, "
+        "title": f"{run['method']}, {named(run['model'])} on {named(run['dataset'])}, {_budget(run)}, "
         f"{document['steps']} steps, seed {run['seed']}, {document['probed_records']} probed records, {kept}",
         "charts": [_autocorrelation(document), _spectra(document)],
         "rows": _rows(document),
         "command": document["command"],
     }
+
+
+def _budget(run: dict[str, Any]) -> str:
+    return "noise multiplier given" if run["target_epsilon"] is None else f"ε = {run['target_epsilon']:g}"
 
 
 def _autocorrelation(document: dict[str, Any]) -> Chart:
@@ -78,7 +82,7 @@ def _rows(document: dict[str, Any]) -> list[tuple[str, str, str, str]]:
             "-",
             f"{100 * clipping['clipped_without_momentum']:.1f} % without, "
             f"{100 * clipping['clipped_with_momentum']:.1f} % with momentum",
-            "at C = 1",
+            f"at C = {document['run'].get('clip_norm', 1.0):g}",
         ),
         (
             "Γ_DP from the measured c_r",

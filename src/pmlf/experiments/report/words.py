@@ -6,25 +6,22 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pmlf.experiments import paper
-from pmlf.experiments.report.summary import Difference, Record
+from pmlf.experiments.artifacts import PROTOCOLS
+from pmlf.experiments.report.summary import Cell, Difference, Record, named
 from pmlf.experiments.report.tables import duration
 
+_TELLING = 3.0  # points: a bound on a lead above this says nothing
 PROFILE_WORDS = {
-    "paper": "the paper's own setting: learning rate 0.5, batch 1000, C = 1, delta = 1/n, its epochs, five seeds",
-    "cpu": (
-        "a reduction that is the same for every method: the first 12,000 records and 5 epochs for MNIST, the first "
-        "20,000 and 20 epochs (10 at epsilon 8) for CIFAR-10, delta 1e-5. Epochs times batch size over records is the "
-        "paper's (25 and 50 epochs), so the noise multiplier nearly is too; the number of steps is 1/25 and 1/6 of the "
-        "paper's. The linear model has all 60,000 records, 25 epochs and five seeds, as in the paper"
-    ),
+    "paper": "the paper's own setting",
+    "cpu": "a reduction of the paper's setting, the same for every method",
     "smoke": "seconds long: it shows that everything runs, and its accuracies mean nothing",
 }
 PROTOCOL_WORDS = {
     "shared": "every method has the paper's learning rate, 0.5",
     "tuned": (
         "each method has the learning rate that did best on 10 % held-out training records, out of the same grid and "
-        "by as many trials, all with one seed; the final runs use the full training set. Tuning is not accounted "
-        "for in epsilon"
+        "by as many trials, all with one seed; a trial is the beginning of a final run, with its noise, and the final "
+        "runs use the full training set. Tuning is not accounted for in epsilon"
     ),
 }
 NOT_COMPARABLE = (
@@ -35,7 +32,7 @@ NOT_COMPARABLE = (
     "That code trains a linear model on MNIST and Fashion-MNIST whatever the model option says, so the paper's numbers "
     "there may be a linear model's, whatever model they name. Table 4 is therefore run with both.",
     "It uses automatic clipping, AutoAugment on CIFAR, delta = n^-1.1 and 100 outputs for CIFAR-10, where the paper "
-    "says clipping at C = 1, no augmentation and delta = 1/n. The runs here do what the paper says.",
+    "says clipping at C = 1 and delta = 1/n and speaks of no augmentation. The runs here do what the paper says.",
     "Epochs for CIFAR are 50 in the paper's captions and 20 in its appendix; its Figure 2 has CNN-5 at about 47 % and "
     "its Figure 4 the same setting at about 54 %.",
     "InnerOuter is rebuilt from the paper's words. Its filter has a steady gain of 10, so at a shared learning rate it "
@@ -45,16 +42,28 @@ NOT_COMPARABLE = (
 )
 
 
+# What two cores can run in about a day's third; the others are for GPUs.
+TO_RECORD = (
+    *((name, "shared") for name in ("figure-1", "figure-2", "figure-3", "figure-4", "figure-6", "figure-7", "table-4")),
+    ("figure-2", "tuned"),
+)
+
+
 def missing(records: Sequence[Record]) -> list[str]:
-    """Artifacts of which there is no record but of smoke, or that are not finished."""
+    """What is not finished, what of the set for two cores is not begun, and what is not in that set."""
     lines = []
-    for artifact in paper.ARTIFACTS:
-        real = [record for record in records if record.artifact == artifact.name and record.profile != "smoke"]
-        if not any(record.done for record in real):
-            lines.append(f"{artifact.name}: not run beyond smoke; `pmlf reproduce {artifact.name} --profile cpu`")
-        for record in real:
-            if 0 < record.done < record.planned:
-                lines.append(f"{artifact.name}: {record.done} of {record.planned} runs done; `{record.command}`")
+    real = [record for record in records if record.profile != "smoke" and record.done]
+    for name, protocol in TO_RECORD:
+        if not any((record.artifact, record.protocol) == (name, protocol) for record in real):
+            command = f"pmlf reproduce {name} --profile cpu --protocol {protocol}"
+            lines.append(f"{name}, {protocol}: not run beyond smoke; `{command}`")
+    for record in real:
+        if record.done < record.planned:
+            lines.append(f"{record.artifact}: {record.done} of {record.planned} runs done; `{record.command}`")
+    begun = {name for name, _ in TO_RECORD} | {record.artifact for record in real}
+    left = [name for name in paper.BY_NAME if name not in begun]
+    if left:
+        lines.append(f"not meant for two cores, and run in smoke alone: {', '.join(left)}")
     return lines
 
 
@@ -78,7 +87,7 @@ def signed(difference: Difference) -> str:
 
     >>> from pmlf.experiments.report.summary import Place
     >>> place = Place(dataset="mnist", model="cnn5", epsilon=1)
-    >>> signed(Difference(place=place, above="a", below="b", mean=1.25, half_width=1, seeds=3))
+    >>> signed(Difference(place=place, above="a", below="b", mean=1.25, half_width=1, seeds=3, runs=frozenset()))
     '+1.25 (+0.25 to +2.25)'
     """
     if difference.half_width is None:
@@ -97,18 +106,56 @@ def facts(record: Record) -> list[tuple[str, str]]:
     trials = f", and {len(record.trials)} trials" if record.trials else ""
     return [
         ("command", f"`{record.command}`"),
-        ("profile", PROFILE_WORDS[record.profile]),
+        ("profile", f"{PROFILE_WORDS[record.profile]}: {'; '.join(_settings(record))}"),
         ("protocol", PROTOCOL_WORDS[record.protocol]),
         ("runs", f"{record.done} of {record.planned}{trials}"),
         ("true epsilon", f"{', '.join(true) or 'none yet'} (PLD), delta {', '.join(f'{d:.3g}' for d in deltas)}"),
         ("machine", "; ".join(record.machines) or "not recorded"),
+        (
+            "source",
+            ", ".join(f"{code}: {count} run{'s' if count > 1 else ''}" for code, count in record.sources.items()),
+        ),
         ("cost", f"{duration(record.seconds)} of training and evaluation, the runs added up"),
     ]
 
 
+def _settings(record: Record) -> list[str]:
+    """A line for every dataset, model and length of training: records, steps, seeds, noise."""
+    groups: dict[tuple[str, str], list[Cell]] = {}
+    for cell in record.cells:
+        document = cell.document
+        records = "all records" if document["records"] is None else f"the first {document['records']:,} records"
+        length = f"{document['steps']} steps" if document["epochs"] is None else f"{document['epochs']:g} epochs"
+        seeds = f"{document['planned_seeds']} seed{'s' if document['planned_seeds'] > 1 else ''}"
+        said = f"{records}, {length} of batches of {document['batch_size']}, {seeds}"
+        groups.setdefault((f"{named(cell.place.dataset)}, {named(cell.place.model)}", said), []).append(cell)
+    lines = []
+    for (what, said), cells in groups.items():
+        noise = {c.place.epsilon: (c.runs[0]["noise_multiplier"], c.runs[0]["steps"]) for c in cells if c.runs}
+        drawn = [f"{steps} steps of noise multiplier {z:.3g} (ε = {e:g})" for e, (z, steps) in noise.items()]
+        lines.append(f"{what}: {said}" + (f", {', '.join(drawn)}" if drawn else ""))
+    return lines
+
+
 def tally(records: Sequence[Record]) -> Counter[str]:
-    """How often each verdict was reached, smoke left out."""
-    return Counter(d.verdict for record in records if record.profile != "smoke" for d in record.differences())
+    """How often each verdict was reached, smoke left out; a comparison that artifacts share counts once."""
+    found = {d.runs: d.verdict for record in records if record.profile != "smoke" for d in record.differences()}
+    return Counter(found.values())
+
+
+def verdicts(records: Sequence[Record]) -> list[str]:
+    """The tally in words, by protocol."""
+    lines = []
+    for protocol in PROTOCOLS:
+        counts = tally([record for record in records if record.protocol == protocol])
+        tested, unclear = counts.total() - counts["one seed"], counts["cannot tell"] + counts["one seed"]
+        if counts:
+            lines.append(
+                f"With {protocol} learning rates, of {counts.total()} of the paper's orderings that were run "
+                f"{counts['holds']} hold, {counts['contradicted']} are contradicted and {unclear} cannot be told. Of "
+                f"{tested} intervals at 95 %, about {tested / 20:.1f} leave 0 out by chance."
+            )
+    return lines
 
 
 def _compared(differences: Sequence[Difference]) -> str:
@@ -127,7 +174,10 @@ def _compared(differences: Sequence[Difference]) -> str:
         for verdict in phrases
         if verdict in by_verdict
     ]
-    widest = [one.mean + one.half_width for one in by_verdict.get("cannot tell", ()) if one.half_width is not None]
-    if widest:
-        parts.append(f"where it cannot be told, its lead is below {max(widest):.2f} points")
+    unclear = by_verdict.get("cannot tell", [])
+    bounds = [one.mean + one.half_width for one in unclear if one.half_width is not None]
+    if bounds and max(bounds) <= _TELLING:
+        parts.append(f"where it cannot be told, its lead is below {max(bounds):.2f} points")
+    elif bounds:
+        parts.append(f"{unclear[0].seeds} seeds are too few to bound a lead where it cannot be told")
     return f"{differences[0].above} " + "; ".join(parts)

@@ -1,0 +1,458 @@
+"""What auditors tried: models, losses, records and orders of calls that once moved the sum by more than C, or hid it.
+
+Noise is off and B is 1, so that `p.grad` is the sum before noise.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import TensorDataset
+
+import pmlf
+from pmlf import PrivateStep, methods
+from pmlf.noise import SeededRandomness
+from pmlf.step import Augmentation
+
+C = 1.0
+pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+
+
+def stepped(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None = None, **options: Any) -> PrivateStep:
+    fixed = {"method": methods.dpsgd(), "clip_norm": C, "noise_multiplier": 0.0, "expected_batch_size": 1.0}
+    return PrivateStep(model, loss or squares, **{**fixed, **options})
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[0]).flatten(1).square().sum(1)
+
+
+def summed(step: PrivateStep, *micro_batches: Any) -> Tensor:
+    for micro_batch in micro_batches:
+        step.accumulate(micro_batch)
+    step.release()
+    return torch.cat([p.grad.double().flatten() for p in step.trained if p.grad is not None])
+
+
+def rows(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 3, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=4)
+
+
+def test_complex_parameters_are_refused_since_noise_is_real() -> None:
+    with pytest.raises(ValueError, match=r"'weight' is torch.complex64"):
+        stepped(Spectral())
+    with pytest.raises(ValueError, match="real floating-point"):
+        SeededRandomness(0).stream("noise").add_gaussian_(torch.zeros(3, dtype=torch.cfloat), 1.0)
+
+
+class Pooled(nn.Module):
+    """Mean over tokens, padding too or not."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 8, padding_idx=0), nn.Linear(8, 2)
+        self.masked = masked
+
+    def forward(self, ids: Tensor) -> Tensor:
+        count = (ids != 0).sum(1, keepdim=True) if self.masked else ids.shape[1]
+        return self.head(torch.tanh(20 * self.embedding(ids).sum(1) / count))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_padding_that_changes_the_gradients_of_shorter_records_is_refused(masked: bool) -> None:
+    torch.manual_seed(0)
+    records = [(torch.randint(1, 50, (size,)), size % 2) for size in [5] * 40 + [200]]
+
+    def collate(some: list[Any]) -> tuple[Tensor, Tensor]:
+        return pad_sequence([ids for ids, _ in some], batch_first=True), torch.tensor([label for _, label in some])
+
+    def train() -> None:
+        model = Pooled(masked)
+        run = pmlf.make_private(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            dataset=records,
+            loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"),
+            collate_fn=collate,
+            noise_multiplier=1.0,
+            target_delta=1e-3,
+            batch_size=20,
+            steps=1,
+        )
+        for batch in run.batches():
+            run.step(batch)
+
+    if masked:
+        train()
+    else:
+        with pytest.raises(ValueError, match="changes with the padding"):
+            train()
+
+
+class TokenMajor(nn.Module):
+    """A layer whose batch is second: its per-sample gradients are of other samples."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(features, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            self.inner(x.transpose(0, 1).reshape(x.shape[0], -1, x.shape[2]))
+            .reshape(x.shape[1], x.shape[0], -1)
+            .transpose(0, 1)
+        )
+
+
+@pytest.mark.parametrize("head_is_zero", [False, True])
+def test_a_head_of_zeros_hides_no_mixing_behind_it(head_is_zero: bool) -> None:
+    model = nn.Sequential(TokenMajor(3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 1))
+    if head_is_zero:
+        nn.init.zeros_(model[3].weight)
+    loss = lambda m, b: (m(b[0]).squeeze(1) - b[1]).square()  # noqa: E731
+    with pytest.raises(ValueError, match="depends on the other samples"):
+        stepped(model, loss).accumulate((rows(6, 4, 3), rows(6)))
+
+
+class Centred(nn.Module):
+    """Statistics of the batch, by hand; random in training mode where `chance` is set."""
+
+    def __init__(self, chance: float = 0.0) -> None:
+        super().__init__()
+        self.linear, self.chance = nn.Linear(3, 3), chance
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        if self.training or not self.chance:
+            out = out - out.mean(0, keepdim=True)
+        return F.dropout(out, self.chance, training=self.training) if self.chance else out
+
+
+@pytest.mark.parametrize("spoil", [float("nan"), 0.0])
+def test_samples_that_tell_nothing_are_not_taken_for_a_check(spoil: float) -> None:
+    step = stepped(Centred(), lambda m, b: (b[0][:, 0] != 0) * m(b[0]).square().sum(1))
+    first = rows(4, 3)
+    first[:2] = spoil
+    step.accumulate((first[:2],))
+    with pytest.raises(ValueError, match="depends on the other samples"):
+        step.accumulate((first[2:],))
+
+
+def test_synthetic_inputs_of_sizing_are_not_taken_for_a_check() -> None:
+    model = Centred()
+    with pytest.raises(ValueError, match="depends on the other samples"):
+        run = pmlf.make_private(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            dataset=TensorDataset(rows(40, 3).abs()),
+            loss_fn=lambda m, b: m(b[0].log()).square().sum(1),  # of normal numbers: NaN
+            noise_multiplier=1.0,
+            target_delta=1e-3,
+            batch_size=20,
+            steps=1,
+            max_physical_batch_size="auto",
+        )
+        for batch in run.batches():
+            run.step(batch)
+
+
+def mixed(model: nn.Module, batch: Any) -> Tensor:
+    other = batch[0][torch.randperm(len(batch[0]))] if model.training else batch[0]
+    return squares(model, ((batch[0] + other) / 2,))
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"), [(Centred(chance=0.3), squares), (nn.Linear(3, 2), mixed)], ids=["statistics", "mixup"]
+)
+def test_chance_in_training_mode_hides_no_mixing(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+    with pytest.raises(ValueError, match="loss depends on the other samples"):
+        stepped(model, loss).accumulate((rows(6, 3),))
+
+
+def test_chance_that_mixes_nothing_is_no_fault() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.RReLU(), nn.Linear(8, 2))
+    stepped(model).accumulate((rows(6, 3),))
+
+
+def test_an_augmentation_that_mixes_samples_is_refused() -> None:
+    mixing = Augmentation(function=lambda batch, u: (batch[0] + batch[0].mean(0),), draws=1)
+    with pytest.raises(ValueError, match="augmentation makes a sample depend"):
+        stepped(nn.Linear(3, 2), augmentation=mixing).accumulate((rows(4, 3),))
+    shifting = Augmentation(function=lambda batch, u: (batch[0] + u[:, :1].to(batch[0]),), draws=1)
+    stepped(nn.Linear(3, 2), augmentation=shifting).accumulate((rows(4, 3),))
+
+
+class Bypassed(nn.Module):
+    """Uses a layer's weight outside it, behind a factor so small that its gradient hardly shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.layer_scale = nn.Parameter(torch.full((1, 3), 1e-4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.inner(x) + 3 * F.linear(x, self.inner.weight)
+        return self.head(x + self.layer_scale * branch)
+
+
+def test_a_small_factor_hides_no_weight_used_outside_its_layer() -> None:
+    with pytest.raises(ValueError, match="does not come through its own layer"):
+        stepped(Bypassed()).accumulate((rows(4, 3),))
+
+
+class BareToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.token
+
+
+class WithoutRule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("layer", [BareToken, WithoutRule])
+def test_in_half_precision_one_of_many_samples_moves_the_sum_by_at_most_c(layer: type[nn.Module]) -> None:
+    model = nn.Sequential(layer()).bfloat16()
+    step = stepped(model, lambda m, b: m(b[0]).float().sum(1))
+    many = rows(521, 4).bfloat16().abs() * 10
+    found = []
+    for samples in (many, many[:-1]):
+        step.accumulate((samples,))
+        assert step._pending is not None and step._pending.sums is not None
+        found.append(torch.cat([t.double().flatten() for t in step._pending.sums.values()]))
+        step.discard()
+    assert (found[0] - found[1]).norm() <= C * (1 + 1e-3)
+
+
+def test_autocast_around_the_step_rounds_neither_norms_nor_sums() -> None:
+    model = nn.Sequential(WithoutRule(), nn.Linear(4, 8))
+    step, many = stepped(model), 10 * rows(1001, 4)
+    found = []
+    for samples in (many, many[:-1]):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(summed(step, (samples,)))
+    assert (found[0] - found[1]).norm() <= C * (1 + 1e-3)
+
+
+class Codebook(nn.Module):
+    """Keeps a running mean of its inputs: in a buffer, or in a frozen parameter; by `.data`, or in place."""
+
+    def __init__(self, buffer: bool, by_data: bool) -> None:
+        super().__init__()
+        if buffer:
+            self.register_buffer("kept", torch.zeros(3))
+        else:
+            self.kept = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.by_data = by_data
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            (self.kept.data if self.by_data else self.kept).mul_(0.9).add_(0.1 * x.mean(0))
+        return x
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize("buffer", [False, True])
+def test_data_that_a_forward_pass_writes_into_the_model_is_refused_and_taken_back(buffer: bool, by_data: bool) -> None:
+    model = nn.Sequential(Codebook(buffer, by_data), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"'0.kept', a buffer or a frozen parameter, was rewritten"):
+        stepped(model).accumulate((rows(4, 3) + 1000.0,))
+    assert torch.equal(model.state_dict()["0.kept"], torch.zeros(3))
+
+
+def test_tokens_that_cancel_do_not_make_the_rounding_of_others_follow_from_one_sample() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    nn.init.zeros_(model.weight)
+    step = stepped(model, lambda m, b: (m(b[0]) * b[1]).sum((1, 2)))
+    v, g = rows(1024, 1, 64, seed=1), rows(1024, 1, 64, seed=2)
+    inputs, gradients = torch.cat([v, -v], 1) * 1e8, torch.cat([g, g], 1)  # the true gradients are zero
+    tiny = (1e-10 * rows(1, 2, 64, seed=3), 1e-10 * rows(1, 2, 64, seed=4))
+    with_it = (torch.cat([tiny[0], inputs]), torch.cat([tiny[1], gradients]))
+    moved = summed(step, with_it) - summed(step, (inputs, gradients))
+    assert moved.norm() < 1e-3 * C
+
+
+class Turned(nn.Module):
+    """One convolution on an image and on its transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(64, 256, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.conv(x).flatten(1), self.conv(x.mT[..., : x.shape[-2]]).flatten(1)], 1)
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (4, 4), (8, 2)])
+def test_one_convolution_on_images_of_two_shapes_is_exact(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model, x = Turned().double(), rows(3, 64, *shape).double()
+    expected = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+    for sample in x:
+        grads = torch.autograd.grad(squares(model, (sample[None],)).sum(), list(model.parameters()))
+        flat = torch.cat([g.flatten() for g in grads])
+        expected += flat * min(1.0, C / float(flat.norm()))
+    assert torch.allclose(summed(stepped(model), (x,)), expected, atol=1e-9)
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(rows(4, 4, seed=5))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return torch.tanh(x[:, None, :] @ self.weight + positions).sum(1)
+
+
+class WithPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Positions()
+        self.register_buffer("positions", rows(8, 4, seed=6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, self.positions)
+
+
+@pytest.mark.parametrize("samples", [7, 8, 9])
+def test_an_argument_that_happens_to_have_as_many_rows_as_samples_is_not_cut_up(samples: int) -> None:
+    model, x = WithPositions().double(), rows(samples, 4).double()
+    expected = torch.zeros(16, dtype=torch.float64)
+    for sample in x:
+        (grad,) = torch.autograd.grad(squares(model, (sample[None],)).sum(), list(model.parameters()))
+        expected += grad.flatten() * min(1.0, C / float(grad.norm()))
+    assert torch.allclose(summed(stepped(model.double()), (x,)), expected, atol=1e-9)
+
+
+def test_numbers_whose_squares_float32_does_not_hold_are_not_lost_from_a_norm() -> None:
+    model = nn.Linear(10, 4, bias=False)
+    nn.init.zeros_(model.weight)
+    step = stepped(model, lambda m, b: (m(b[0]) * b[1]).sum(1), clip_norm=1e-3)
+    assert summed(step, (torch.full((1, 10), 1e17), torch.full((1, 4), 2e-23))).norm() <= 1e-3 * (1 + 1e-4)
+
+
+def made_private(model: nn.Module, **options: Any) -> pmlf.PrivateRun:
+    return pmlf.make_private(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        dataset=TensorDataset(rows(64, 3)),
+        loss_fn=squares,
+        noise_multiplier=5.0,
+        target_delta=1e-3,
+        batch_size=16,
+        **options,
+    )
+
+
+def test_an_iterator_left_from_earlier_steps_is_refused() -> None:
+    run = made_private(nn.Linear(3, 1), steps=6, seed=0)
+    stale = run.batches()
+    run.step(next(stale))
+    for batch in run.batches():
+        run.step(batch)
+        if run.steps_done == 4:
+            break
+    with pytest.raises(ValueError, match="this batch is of step 1, and step 4 is next"):
+        run.step(next(stale))
+
+
+def test_a_gradient_left_on_a_frozen_parameter_is_never_applied() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    squares(model, (rows(8, 3),)).sum().backward()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    run = made_private(model, steps=1)
+    for batch in run.batches():
+        run.step(batch)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_what_is_released_behind_the_runs_back_is_not_certified() -> None:
+    run = made_private(nn.Linear(3, 1), steps=3)
+    run.private_step.release()
+    for ask in (run.epsilon, run.certificate, run.state_dict, lambda: run.step(next(run.batches()))):
+        with pytest.raises(RuntimeError, match=r"outside run\.step"):
+            ask()
+
+
+def test_a_pickled_step_holds_nothing_sensitive() -> None:
+    step = stepped(nn.Sequential(nn.Linear(3, 2)), torch.nn.functional.mse_loss)
+    step.loss_fn = squares
+    step.accumulate((rows(4, 3) + 1234.5,))
+    with pytest.raises(RuntimeError, match="a sum is pending"):
+        pickle.dumps(step)
+    step.discard()
+    again = pickle.loads(pickle.dumps(step))
+    assert not again._workspace._buffers and not again._sums._sets
+
+
+def test_after_an_interrupted_release_a_saved_state_is_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = stepped(nn.Linear(3, 2))
+    state = step.state_dict()
+    step.accumulate((rows(4, 3),))
+    with monkeypatch.context() as patched:
+        patched.setattr(step._history, "remember", lambda parameters: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            step.release()
+    with pytest.raises(RuntimeError, match="interrupted halfway"):
+        step.release()
+    step.load_state_dict(state)
+    assert not step.pending
+    step.accumulate((rows(4, 3),))
+    step.release()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        (nn.Linear(3, 2), lambda m, b: squares(m, b)[:-1]),
+        (nn.Linear(3, 2), lambda m, b: m(b[0])),
+        (nn.Sequential(nn.Flatten(0), nn.Linear(21, 5)), lambda m, b: m(b[0])),
+    ],
+)
+def test_no_message_tells_how_many_samples_were_drawn(
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrivateStep, "_check_first", lambda self, batch, size: None)
+    with pytest.raises(ValueError, match="sample") as refused:
+        stepped(model, loss).accumulate((rows(7, 3),))
+    assert "7" not in str(refused.value)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.temperature
+
+
+def test_a_parameter_without_axes_is_taken_like_any_other() -> None:
+    x = rows(3, 4)
+    expected = (2 * 2.0 * x.square().sum(1)).clamp(max=C).sum()
+    assert torch.allclose(summed(stepped(nn.Sequential(Scaled())), (x,)), expected.double(), rtol=1e-4)
