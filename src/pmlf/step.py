@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from pmlf.arguments import is_number, require_positive
 from pmlf.batches import batch_size, select, to_device
 from pmlf.capture import LossFunction, Plan
+from pmlf.comparison import Subject
 from pmlf.filters import FilterMemory
 from pmlf.gradients import SumBuffers, Workspace
 from pmlf.methods import Method, resolve
 from pmlf.momentum import CLIPPINGS, Clipping, SampleMomentum
 from pmlf.noise import LARGEST_STD, Randomness, SeededRandomness, keyed_uniforms, randomness_from, torch_seeded
 from pmlf.points import History
-from pmlf.validation import Subject, check_augmentation, check_collation, check_samples, refuse_unsafe_model
+from pmlf.validation import check_augmentation, check_collation, check_samples, refuse_unsafe_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,198 @@
+"""Factors held against plain autograd, one sample at a time, on a few samples; the model is left as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import register_module_forward_hook
+
+from pmlf.batches import batch_size, select
+from pmlf.capture import LossFunction, Plan, capture, per_sample_loss, rewritten_by_forward, same_bits
+from pmlf.factors import Factors
+from pmlf.gradients import SumBuffers, Workspace, squared_norms
+from pmlf.half_precision import deadly_bfloat16_refused
+from pmlf.momentum import SampleMomentum, clip_factors
+from pmlf.noise import SeededRandomness, torch_seeded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is checked: the clipped gradients of a loss at a model's present parameters, each point with its weight."""
+
+    model: nn.Module
+    plan: Plan
+    loss_fn: LossFunction
+    clip_norm: float
+    weights: Sequence[float] = (1.0,)
+
+    def in_double(self) -> Subject:
+        """The same with a copy of the model in float64."""
+        return replace(self, model=copy.deepcopy(self.model).double())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tolerance:
+    """What rounding may do: relative to the result, and relative to the terms that were added to get it."""
+
+    relative: float
+    of_spread: float
+
+
+_FULL_PRECISION = _Tolerance(relative=1e-3, of_spread=1e-5)
+_HALF_PRECISION = _Tolerance(relative=5e-2, of_spread=2e-3)
+
+
+def tolerance_for(half_precision: bool) -> _Tolerance:
+    return _HALF_PRECISION if half_precision else _FULL_PRECISION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    agree: bool
+    worst: str  # the parameter where they differ most
+    told: bool  # whether all gradients were finite and not zero: two zeros agree about nothing
+
+
+def compared(subject: Subject, batch: Any, alone: Sequence[Any]) -> Compared:
+    """The samples of a batch by factors, and each alone by plain autograd."""
+    sums = SumBuffers().other_than(None, trained(subject.model))
+    with half_precision_seen() as half:
+        norms, spread = clipped_sum(subject, batch, sums)
+        references = [subtract_plain(subject, single, sums) for single in alone]
+    tolerance = tolerance_for(bool(half))
+    expected = torch.tensor(references, dtype=torch.float64)
+    finite = norms.isfinite() & expected.isfinite()
+    allowed = tolerance.relative * expected + tolerance.of_spread * spread + 1e-12
+    norms_agree = bool((((norms - expected).abs() <= allowed) | ~finite).all())
+    factors = clip_factors(norms, subject.clip_norm, "flat")
+    largest = tolerance.relative * factors * expected + tolerance.of_spread * factors * spread
+    left_over = {name: float(value.norm()) for name, value in sums.items()}
+    worst = max(left_over, key=lambda name: left_over[name])
+    sums_agree = left_over[worst] <= float(largest[finite].sum()) + 1e-12
+    same = bool((norms.isfinite() == expected.isfinite()).all())
+    return Compared(
+        agree=same and norms_agree and sums_agree, worst=worst, told=bool((finite & (expected > 0.0)).all())
+    )
+
+
+def clipped_sum(subject: Subject, batch: Any, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Write the clipped sum; return each sample's norm and spread (what was added up, however much cancelled)."""
+    samples = batch_size(batch)
+    momentum = SampleMomentum(subject.plan, samples, len(subject.weights), Workspace())
+    values = trained(subject.model)
+    spread = torch.zeros(samples, dtype=torch.float64)
+    for weight in subject.weights:
+        for name, contribution in capture(subject.model, subject.plan, values, subject.loss_fn, batch, samples, weight):
+            if isinstance(contribution, Factors):
+                spread += contribution.spread(slice(0, samples)).cpu()
+            momentum.add(name, contribution)
+    return momentum.write_clipped_sum(subject.clip_norm, "flat", None, sums), spread
+
+
+def subtract_plain(subject: Subject, single: Any, sums: dict[str, Tensor]) -> float:
+    """Take one sample's clipped gradient, by plain autograd, away from the sum; return its norm.
+
+    So nothing but one gradient is kept beside the sum: the check needs little more memory than a training step.
+    """
+    parameters = {name: p for name, p in subject.model.named_parameters() if p.requires_grad}
+    weight = sum(subject.weights)
+    loss = per_sample_loss(subject.loss_fn(subject.model, single), 1)
+    found = torch.autograd.grad(loss.sum(), list(parameters.values()), allow_unused=True)
+    grads = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+    norm = weight * torch.stack([squared_norms(g.reshape(1, -1)).cpu() for g in grads.values()]).sum().sqrt()
+    if bool(norm.isfinite()):
+        factor = float(clip_factors(norm, subject.clip_norm, "flat"))
+        for name, grad in grads.items():
+            sums[name].sub_(grad, alpha=weight * factor)
+    return float(norm)
+
+
+def singles(batch: Any) -> list[Any]:
+    return [select(batch, slice(i, i + 1)) for i in range(batch_size(batch))]
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@contextmanager
+def moved(model: nn.Module) -> Iterator[None]:
+    """The model at other parameters near its own, by fixed chance; its own are put back."""
+    saved = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    padding = {module.weight: module.padding_idx for module in embeddings if module.padding_idx is not None}
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for parameter, value in saved:
+            scale = 0.02 + 0.3 * value.float().square().mean().sqrt()
+            noise = torch.randn(value.shape, generator=generator).to(value)
+            if parameter in padding:
+                noise[padding[parameter]] = 0.0  # that row is never trained, and models rely on it
+            parameter.data.copy_(value + scale.to(value) * noise)
+        yield
+    finally:
+        for parameter, value in saved:
+            parameter.data.copy_(value)
+
+
+@contextmanager
+def undisturbed(model: nn.Module, *, training: bool, seed: int = 0) -> Iterator[None]:
+    """Eval mode, or as in training without dropout; gradients on. Modes, buffers and generators are put back.
+
+    So are frozen parameters, and one that was changed is refused; buffers `capture` looks at.
+    """
+    device = next(model.parameters()).device
+    modes = {module: module.training for module in model.modules()}
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    frozen = [(name, p, p.detach().clone()) for name, p in model.named_parameters() if not p.requires_grad]
+    changed = []
+    for module in modes:
+        module.training = training and modes[module] and not isinstance(module, _DropoutNd)
+    try:
+        with (
+            torch.enable_grad(),
+            torch_seeded(SeededRandomness(seed).stream("check"), device),
+            deadly_bfloat16_refused(),
+        ):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for module, name, buffer, saved in buffers:
+            module._buffers[name] = buffer
+            if not same_bits(buffer, saved):
+                buffer.data.copy_(saved)
+        for name, parameter, saved in frozen:
+            if not same_bits(parameter, saved):
+                parameter.data.copy_(saved)
+                changed.append(name)
+    if changed:
+        raise rewritten_by_forward(changed[0])
+
+
+@contextmanager
+def half_precision_seen() -> Iterator[list[bool]]:
+    """A list that is not empty once some layer has returned half precision (autocast inside `loss_fn`)."""
+    seen: list[bool] = []
+
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.dtype in (torch.bfloat16, torch.float16) and not seen:
+            seen.append(True)
+
+    handle = register_module_forward_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
