@@ -197,8 +197,9 @@ def capture(
     }
     buffers = dict(model.named_buffers())
     copies = {name: buffer.clone() for name, buffer in buffers.items()}
-    frozen = {name: (p, p._version) for name, p in model.named_parameters() if not p.requires_grad}
-    originals = {**dict(model.named_parameters()), **buffers}
+    parameters = dict(model.named_parameters())
+    frozen = {name: (p, p._version) for name, p in parameters.items() if not p.requires_grad}
+    originals = {**parameters, **buffers}
     replacements = {id(originals[name]): tensor for name, tensor in {**leaves, **copies}.items()}
     recorder = _Recorder(samples)
     with _hooked(model, plan, recorder), _no_autocast_cache(), _swapped(model, replacements):

@@ -32,10 +32,13 @@ _CPU = Path("/proc/cpuinfo")
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Arithmetic in the precision that tensors have, also where autocast is on around it."""
+    kinds = [kind for kind in ("cpu", "cuda", "mps") if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        yield
+        return
     with ExitStack() as stack:
-        for kind in ("cpu", "cuda", "mps"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

@@ -83,32 +83,36 @@ class SampleMomentum:
         # in the parameters' order, not a set's: sums round the same way in every process
         others = [name for name in self._gradients if name in self._touched and name not in late]
         squared, slack = self._squared_norms(others)
-        aside = torch.zeros(self._samples, dtype=torch.bool)
-        norms, scale = torch.empty_like(slack), torch.empty_like(slack)
+        norms, scale = torch.empty_like(squared), torch.empty_like(squared)
+        aside: list[int] = []
         for start in range(0, self._samples, step):
             chosen = slice(start, min(start + step, self._samples))
             total, formed = squared[chosen], {name: self._gradients[name].formed(chosen) for name in late}
             for part in formed.values():
                 total += squared_norms(part).to(total)
-            norms[chosen] = total.sqrt_() + slack[chosen]
+            norms[chosen] = total.sqrt_() if slack is None else total.sqrt_() + slack[chosen]
             scale[chosen] = _finite_factors(norms[chosen], clip_norm, clipping)
-            aside[chosen] = scale[chosen] * slack[chosen] > _LARGEST_ROUNDING * clip_norm
-            for row in (aside[chosen].nonzero().flatten() + start).tolist():
-                one = slice(row, row + 1)
-                rows = {name: part[row - start : row - start + 1] for name, part in formed.items()}
-                rows |= {name: self._gradients[name].formed(one) for name in others}
-                norms[one] = torch.stack([squared_norms(part).to(norms) for part in rows.values()]).sum(0).sqrt_()
-                scale[one] = _finite_factors(norms[one], clip_norm, clipping)
-                for name in others:
-                    if self._gradients[name].factors:
-                        self._gradients[name].add_clipped(rows[name], scale[one].to(rows[name].device))
+            if slack is not None:
+                rounded = scale[chosen] * slack[chosen] > _LARGEST_ROUNDING * clip_norm
+                for row in rounded.nonzero().flatten().tolist():
+                    one = slice(start + row, start + row + 1)
+                    rows = {name: self._gradients[name].formed(one) for name in others}
+                    late_rows = [part[row : row + 1] for part in formed.values()]
+                    norms[one] = sum(squared_norms(part).to(norms) for part in (*rows.values(), *late_rows)) ** 0.5
+                    scale[one] = _finite_factors(norms[one], clip_norm, clipping)
+                    for name in others:
+                        if self._gradients[name].factors:
+                            self._gradients[name].add_clipped(rows[name], scale[one].to(rows[name].device))
+                    aside.append(one.start)
             for name, part in formed.items():
                 self._gradients[name].add_clipped(part, scale[chosen].to(part.device))
         for name in late:
             self._gradients[name].forget_factors()
-        if bool(aside.any()):
+        if aside:
+            taken = torch.zeros(self._samples, dtype=torch.bool)
+            taken[aside] = True
             for name in others:
-                self._gradients[name].set_aside(aside)
+                self._gradients[name].set_aside(taken)
         refused = scale == 0.0
         some_refused = bool(refused.any())
         for name, gradient in self._gradients.items():
@@ -123,13 +127,13 @@ class SampleMomentum:
                 gradient.write_clipped_sum(scale.to(out.device), out, add=before is not None)
         return norms
 
-    def _squared_norms(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """(norm^2, slack) of every sample over some parameters, float64."""
-        squared = torch.zeros(self._samples, dtype=torch.float64)
-        slack = torch.zeros(self._samples, dtype=torch.float64)
+    def _squared_norms(self, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+        """(norm^2, slack) of every sample over some parameters, float64; no slack where nothing can cancel."""
+        squared, slack = torch.zeros(self._samples, dtype=torch.float64), None
         for name in names:
             norm, rounding = self._gradients[name].norms()
             squared += norm.to(squared)
             if rounding is not None:
-                slack += rounding.to(slack).square_()
-        return squared, slack.sqrt_()
+                square = rounding.to(squared).square_()
+                slack = square if slack is None else slack.add_(square)
+        return squared, None if slack is None else slack.sqrt_()
