@@ -108,3 +108,13 @@ def test_a_layer_shared_by_two_parents_stays_shared() -> None:
     fixed = pmlf.fix_model(model)
     assert fixed["first"][0] is fixed["second"][0]
     assert sum(p.numel() for p in fixed.parameters()) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*")
+def test_an_encoder_with_a_padding_mask_gives_the_same_after_fixing_in_eval_mode() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(3, 5, 8), torch.arange(5) >= torch.tensor([[3], [5], [4]])
+    expected, found = (m(x, src_key_padding_mask=padding) for m in (model, pmlf.fix_model(model)))
+    assert torch.allclose(expected[~padding], found[~padding], atol=1e-5)

@@ -32,6 +32,9 @@ def fix_model(model: nn.Module) -> nn.Module:
             replacement = None if child is None else replaced[child]
             if child is not None and replacement is not None:
                 setattr(module, name, replacement.train(child.training))
+    for module in fixed.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # in eval mode that path reads the attention's own weights
     return fixed
 
 

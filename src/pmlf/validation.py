@@ -170,7 +170,8 @@ def _check_samples(subject: Subject, batch: Any, training: bool) -> bool:
     if len(alone) > 1 and all(alone):
         raise ValueError(
             f"a sample's gradient depends on the other samples of its batch (seen at parameter {wrong!r}): look for an "
-            f"operation across axis 0, a layer that puts the batch second (batch_first), or {where}"
+            "operation across axis 0, a layer that puts the batch second (batch_first), positions without a batch axis "
+            f"(give them a leading axis of 1), or {where}"
         )
     raise ValueError(
         f"the gradient of parameter {wrong!r} does not come through its own layer's forward pass: look for a penalty "
