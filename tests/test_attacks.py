@@ -5,8 +5,10 @@ Noise is off and B is 1, so that `p.grad` is the sum before noise.
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,8 +103,26 @@ def test_padding_that_changes_the_gradients_of_shorter_records_is_refused(masked
     if masked:
         train()
     else:
-        with pytest.raises(ValueError, match="changes with the padding"):
+        with pytest.raises(ValueError, match="changes with the records that it is collated with"):
             train()
+
+
+def test_a_collate_function_that_mixes_records_of_equal_size_is_refused() -> None:
+    def centred(some: list[Any]) -> tuple[Tensor]:
+        x = torch.stack([record[0] for record in some])
+        return (x - x.mean(0) if len(some) > 1 else x,)
+
+    with pytest.raises(ValueError, match="changes with the records that it is collated with"):
+        made_private(nn.Linear(3, 1), steps=1, collate_fn=centred)
+
+
+def test_another_mode_is_another_model_to_check() -> None:
+    model = nn.Sequential(Centred(chance=0.5)).eval()  # in eval mode it centres nothing
+    step = stepped(model)
+    step.accumulate((rows(6, 3),))
+    model.train()
+    with pytest.raises(ValueError, match="loss depends on the other samples"):
+        step.accumulate((rows(6, 3),))
 
 
 class TokenMajor(nn.Module):
@@ -349,10 +369,13 @@ def test_an_argument_that_happens_to_have_as_many_rows_as_samples_is_not_cut_up(
 
 
 def test_numbers_whose_squares_float32_does_not_hold_are_not_lost_from_a_norm() -> None:
-    model = nn.Linear(10, 4, bias=False)
+    model = nn.Linear(10, 4000, bias=False)
     nn.init.zeros_(model.weight)
     step = stepped(model, lambda m, b: (m(b[0]) * b[1]).sum(1), clip_norm=1e-3)
-    assert summed(step, (torch.full((1, 10), 1e17), torch.full((1, 4), 2e-23))).norm() <= 1e-3 * (1 + 1e-4)
+    inputs, gradients = torch.full((2, 10), 5e18), torch.full((2, 4000), 2.5e-23)
+    assert summed(step, (inputs[1:], gradients[1:])).norm() <= 1e-3 * (1 + 1e-4)
+    gradients[0] = float("nan")  # beside a sample that is refused, too
+    assert summed(step, (inputs, gradients)).norm() <= 1e-3 * (1 + 1e-4)
 
 
 def made_private(model: nn.Module, **options: Any) -> pmlf.PrivateRun:
@@ -395,8 +418,24 @@ def test_what_is_released_behind_the_runs_back_is_not_certified() -> None:
     run = made_private(nn.Linear(3, 1), steps=3)
     run.private_step.release()
     for ask in (run.epsilon, run.certificate, run.state_dict, lambda: run.step(next(run.batches()))):
-        with pytest.raises(RuntimeError, match=r"outside run\.step"):
+        with pytest.raises(RuntimeError, match="outside of the run"):
             ask()
+
+
+def test_what_is_released_after_going_back_behind_the_runs_back_is_not_certified() -> None:
+    run = made_private(nn.Linear(3, 1), steps=3)
+    before = run.private_step.state_dict()
+    run.step(next(run.batches()))
+    run.private_step.load_state_dict(before)
+    with pytest.raises(RuntimeError, match="outside of the run"):
+        run.certificate()
+
+
+def test_a_run_with_a_ledger_is_not_copied(tmp_path: Path) -> None:
+    with pmlf.Ledger(tmp_path / "ledger", dataset="patients") as ledger:
+        run = made_private(nn.Linear(3, 1), steps=3, ledger=ledger)
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copy.deepcopy(run)
 
 
 def test_a_pickled_step_holds_nothing_sensitive() -> None:

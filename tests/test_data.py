@@ -188,7 +188,7 @@ except ValueError as error:
 @pytest.mark.parametrize("label", [-1, 10])
 def test_label_out_of_range_is_an_error(label: int, tmp_path: Path) -> None:
     write_images(tmp_path, "mnist", labels=[0, label])
-    with pytest.raises(ValueError, match=f"has label {label} where 0 to 9 are allowed"):
+    with pytest.raises(ValueError, match="has a label that is none of 0 to 9"):
         data.load("mnist", tmp_path)
 
 
@@ -242,7 +242,7 @@ def test_a_second_start_reads_the_cache_and_changed_files_do_not(
 def test_a_broken_record_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMLF_CACHE", str(tmp_path / "cache"))
     write_images(tmp_path, "mnist", labels=[0, 77])
-    with pytest.raises(ValueError, match="has label 77"):
+    with pytest.raises(ValueError, match="has a label that is none of"):
         data.load("mnist", tmp_path)
     assert list((tmp_path / "cache").iterdir()) == []
 

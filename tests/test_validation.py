@@ -269,7 +269,7 @@ def test_randomness_in_eval_mode_is_found() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(F.dropout(x, 0.5, training=True))
 
-    refused(AlwaysRandom(), images(6)(4), "randomness in eval mode")
+    refused(AlwaysRandom(), images(6)(4), "draws chance in eval mode too")
 
 
 def test_activations_at_a_kink_are_not_taken_for_a_fault() -> None:
@@ -294,3 +294,132 @@ def test_every_frozen_parameter_and_no_module_are_refused() -> None:
         PrivateStep(model, classify, noise_multiplier=1.0, expected_batch_size=1)
     with pytest.raises(ValueError, match="model is a function"):
         PrivateStep(classify, classify, noise_multiplier=1.0, expected_batch_size=1)  # type: ignore[arg-type]
+
+
+def trained_once(model: nn.Module, batch: Any, loss: Any = classify) -> None:
+    """One step; its sum without noise is the reference's, one sample at a time."""
+    step = pmlf.PrivateStep(
+        model, loss, method="dpsgd", clip_norm=1.0, noise_multiplier=0.0, expected_batch_size=1.0, generator=None
+    )
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    expected = [torch.zeros_like(p) for p in parameters]
+    for single in zip(*(part.split(1) for part in batch), strict=True):
+        grads = torch.autograd.grad(loss(model, single).sum(), parameters)
+        norm = torch.cat([g.flatten() for g in grads]).norm()
+        for total, grad in zip(expected, grads, strict=True):
+            total += grad / norm.clamp(min=1.0)
+    step.accumulate(batch)
+    step.release()
+    for total, parameter in zip(expected, parameters, strict=True):
+        torch.testing.assert_close(parameter.grad, total, rtol=1e-3, atol=1e-5)
+
+
+class TwoInputs(nn.Module):
+    """Two arguments, no rule, and an output that is changed in place afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.film, self.head = nn.Bilinear(6, 6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.film(x, x + 1.0).relu_())
+
+
+class Standardised(nn.Module):
+    """A parameter with four axes that is no convolution's, seen through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, 2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (self.weight.view(4, -1) - self.weight.view(4, -1).mean(1, keepdim=True)).view_as(self.weight)
+        return F.conv2d(x, weight)
+
+
+class ByMode(nn.Module):
+    """A model whose output has another form in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return {"logits": self.head(x)} if self.training else self.head(x)
+
+
+def frozen_backbone() -> nn.Module:
+    backbone = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).requires_grad_(False).eval()
+    return nn.Sequential(backbone, nn.Flatten(), nn.Linear(144, 4))
+
+
+class Deviation(nn.Module):
+    """A parameter that must stay positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.spread = nn.Linear(6, 4), nn.Parameter(torch.full((1, 4), 0.001))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -torch.distributions.Normal(0.0, self.spread.expand(len(x), 4)).log_prob(self.mean(x).detach() * 1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+@pytest.mark.parametrize(
+    ("model", "shape", "loss"),
+    [
+        (TwoInputs(), (6,), classify),
+        (nn.Sequential(Standardised(), nn.Flatten(), nn.Linear(196, 4)), (3, 8, 8), classify),
+        (ByMode(), (6,), lambda m, b: F.cross_entropy(m(b[0])["logits"], b[1], reduction="none")),
+        (frozen_backbone(), (3, 8, 8), classify),
+        (Deviation(), (6,), lambda m, b: m(b[0]).sum(1) + classify(m.mean, b)),
+    ],
+    ids=["two arguments", "four axes", "by mode", "frozen batch norm", "positive parameter"],
+)
+def test_ordinary_models_are_not_refused(model: nn.Module, shape: tuple[int, ...], loss: Any) -> None:
+    torch.manual_seed(0)
+    trained_once(model, images(*shape)(4), loss)
+
+
+def test_a_frozen_batch_norm_that_is_put_in_training_mode_is_refused_then() -> None:
+    model = frozen_backbone()
+    step = pmlf.PrivateStep(model, classify, noise_multiplier=1.0, expected_batch_size=4)
+    step.accumulate(images(3, 8, 8)(4))
+    step.release()
+    model.train()
+    with pytest.raises(ValueError, match=r"was rewritten by the forward pass"):
+        step.accumulate(images(3, 8, 8)(4))
+
+
+class Repeated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.head = nn.Parameter(torch.ones(1, 6)), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.token.repeat(len(x), 1))
+
+
+def test_a_parameter_that_is_repeated_by_hand_is_named_with_the_way_out() -> None:
+    refused(Repeated(), images(6)(3), r"leading size 1 \(token\) have a copy.*\.expand")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_model_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"compiled by torch\.jit"):
+        pmlf.PrivateStep(
+            torch.jit.script(nn.Sequential(nn.Linear(6, 4))), classify, noise_multiplier=1.0, expected_batch_size=4
+        )
+
+
+def test_a_correct_model_whose_loss_knows_no_float64_is_not_refused_for_a_kink() -> None:
+    """Its activations lie at the kink, where rounding decides: only other parameters can tell."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    weights = torch.ones(4)
+
+    def loss(m: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(m(batch[0]), batch[1], weight=weights, reduction="none")
+
+    pmlf.check(model, loss, images(6)(4))
+    mixing = nn.Sequential(Mixing())
+    refused(mixing, images(6)(4), "depends on the other samples", loss)

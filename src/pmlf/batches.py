@@ -37,9 +37,9 @@ def batch_size(batch: Any) -> int:
             "whose axis 0 counts samples"
         )
     if len(sizes) > 1 or None in sizes:
-        shapes = [tuple(tensor.shape) for tensor in tensors_of(batch)]
+        axes = [tensor.ndim for tensor in tensors_of(batch)]
         raise ValueError(
-            f"the batch's tensors have shapes {shapes}: axis 0 of every one must count samples; "
+            f"the batch's tensors, with {axes} axes, have different lengths: axis 0 of every one must count samples; "
             "keep what is not per sample out of the batch"
         )
     if any(tensor.layout != torch.strided or tensor.device.type == "meta" for tensor in tensors_of(batch)):
@@ -83,14 +83,14 @@ def first_repeated(batch: Any) -> Any:
 def synthetic(batch: Any, stream: Stream) -> Any:
     """A batch of the same form, shapes and dtypes without anything of its values.
 
-    Normal numbers; whole numbers 0 or 1, which are classes, tokens or a mask alike, 1 first in every row so that no
-    row is masked out; bytes 0 to 255.
+    Numbers from 0 to 1, which targets may have to be; whole numbers 0 or 1, which are classes, tokens or a mask alike,
+    1 first in every row so that no row is masked out; bytes 0 to 255.
     """
     generator = torch.Generator().manual_seed(stream.seed())
 
     def made(like: Tensor) -> Tensor:
         if like.is_floating_point():
-            return torch.randn(like.shape, generator=generator).to(like)
+            return torch.rand(like.shape, generator=generator).to(like)
         if like.dtype == torch.uint8:
             return torch.randint(256, like.shape, generator=generator).to(like)
         values = torch.randint(2, like.shape, generator=generator)

@@ -41,6 +41,7 @@ class Plan:
     parameters: tuple[str, ...]
     watched: tuple[Watched, ...]
     expanded: frozenset[str]  # bare parameters of leading size 1, replaced by one copy a sample
+    convolved: frozenset[str]  # weights of 2d convolutions, which are faster in channels-last order
 
     @classmethod
     def of(cls, model: nn.Module) -> Plan:
@@ -56,11 +57,14 @@ class Plan:
                 )
         watched: list[Watched] = []
         expanded: set[str] = set()
+        convolved: set[str] = set()
         for module_name, module in model.named_modules():
             own = {local: names[id(p)] for local, p in module._parameters.items() if p is not None and id(p) in names}
             if not own:
                 continue
             rule = rule_for(module)
+            if rule is not None and isinstance(module, nn.Conv2d):
+                convolved.update(name for local, name in own.items() if local == "weight")
             if rule is None:
                 bare = {local: name for local, name in own.items() if not _expands(module._parameters[local])}
                 expanded.update(name for local, name in own.items() if local not in bare)
@@ -79,7 +83,12 @@ class Plan:
             raise ValueError(
                 f"parameter {min(clash)!r} is shared between layers with a rule and without: give each its own"
             )
-        return cls(parameters=tuple(names.values()), watched=tuple(watched), expanded=frozenset(expanded))
+        return cls(
+            parameters=tuple(names.values()),
+            watched=tuple(watched),
+            expanded=frozenset(expanded),
+            convolved=frozenset(convolved),
+        )
 
 
 def _expands(parameter: Tensor | None) -> bool:
@@ -120,7 +129,8 @@ class _Recorder:
             if not result.requires_grad:
                 return None
             args, named = tuple(map(_detached, args)), {key: _detached(value) for key, value in named.items()}
-            kept = result.detach() if watched.rule is None else None
+            # a copy: what comes after the layer may change its output in place
+            kept = result.detach().clone() if watched.rule is None and len(args) + len(named) > 1 else None
             self.seen.append(_Seen(watched, module, args, named, result.shape, kept))
             whole = _whole(result)
             self.edges.append(get_gradient_edge(whole))
@@ -191,10 +201,7 @@ def capture(
     weight: float,
 ) -> Iterator[tuple[str, Contribution]]:
     """weight * (per-sample gradients of the loss at the parameters `values`), as (parameter, contribution) pairs."""
-    leaves = {
-        name: _leaf(value, samples if name in plan.expanded else None).requires_grad_()
-        for name, value in values.items()
-    }
+    leaves = {name: _leaf(plan, name, value, samples).requires_grad_() for name, value in values.items()}
     buffers = dict(model.named_buffers())
     copies = {name: buffer.clone() for name, buffer in buffers.items()}
     parameters = dict(model.named_parameters())
@@ -203,11 +210,16 @@ def capture(
     replacements = {id(originals[name]): tensor for name, tensor in {**leaves, **copies}.items()}
     recorder = _Recorder(samples)
     with _hooked(model, plan, recorder), _no_autocast_cache(), _swapped(model, replacements):
-        loss = per_sample_loss(loss_fn(model, batch), samples)
+        loss = per_sample_loss(_called(loss_fn, model, batch, plan), samples)
         recorder.recording = False
         if recorder.without_grad:
             _refuse_reentrant_checkpoint(loss, recorder.without_grad)
         wanted: list[Any] = [*recorder.edges, *(leaves[name] for name in sorted(plan.expanded))]
+        if not wanted:
+            raise ValueError(
+                f"no layer with trained parameters ran, and {plan.parameters[0]!r}, for example, was used in another "
+                "way: keep parameters in the module whose forward uses them"
+            )
         grads = torch.autograd.grad(loss, wanted, grad_outputs=torch.full_like(loss, weight), allow_unused=True)
         now = dict(model.named_buffers())
         rewritten = [n for n, copy in copies.items() if now.get(n) is not copy or not same_bits(copy, buffers[n])]
@@ -248,9 +260,24 @@ def capture(
             yield name, grad.detach().clone()  # autograd may give two parameters views of one tensor
 
 
+def _called(loss_fn: LossFunction, model: nn.Module, batch: Any, plan: Plan) -> Any:
+    try:
+        return loss_fn(model, batch)
+    except (RuntimeError, ValueError) as error:
+        if not plan.expanded:
+            raise
+        raise ValueError(
+            f"loss_fn failed where parameters of leading size 1 ({', '.join(sorted(plan.expanded))}) have a copy for "
+            "every sample: let them broadcast, or use .expand(samples, ...) in place of repeat, tile and cat"
+        ) from error
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one kind hold the same, NaN counted: `.data` changes a tensor without a new version."""
-    first, second = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    dense = (
+        tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense() for tensor in (one, other)
+    )
+    first, second = (tensor.reshape(-1).view(torch.uint8) for tensor in dense)
     return torch.equal(first, second)
 
 
@@ -261,12 +288,11 @@ def rewritten_by_forward(name: str) -> ValueError:
     )
 
 
-def _leaf(value: Tensor, copies: int | None) -> Tensor:
+def _leaf(plan: Plan, name: str, value: Tensor, samples: int) -> Tensor:
     """A point's parameter as a leaf of its own graph."""
-    if copies is not None:
-        return value.detach().expand(copies, *value.shape[1:])
-    if value.ndim == 4 and value.device.type != "mps":
-        # Convolutions follow their weights' layout, and channels-last is the faster one.
+    if name in plan.expanded:
+        return value.detach().expand(samples, *value.shape[1:])
+    if name in plan.convolved and value.device.type != "mps":  # convolutions follow their weights' layout
         return value.detach().contiguous(memory_format=torch.channels_last)
     return value.detach()
 

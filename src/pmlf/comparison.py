@@ -123,12 +123,12 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def moved(model: nn.Module) -> Iterator[None]:
+def moved(model: nn.Module, seed: int = 0) -> Iterator[None]:
     """The model at other parameters near its own, by fixed chance; its own are put back."""
     saved = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     padding = {module.weight: module.padding_idx for module in embeddings if module.padding_idx is not None}
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     try:
         for parameter, value in saved:
             scale = 0.02 + 0.3 * value.float().square().mean().sqrt()

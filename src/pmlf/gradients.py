@@ -203,8 +203,8 @@ def squared_norms(gradients: Tensor) -> Tensor:
     if whole:
         parts = gradients[:, :whole].view(rows, -1, _NORM_BLOCK)
         blocks += torch.linalg.vector_norm(parts, dim=2).to(wide).square_().sum(1)
-    if rows and float(blocks.min()) < _TINY:
-        tiny = blocks < _TINY
+    tiny = blocks < _TINY
+    if bool(tiny.any()):
         blocks[tiny] = gradients[tiny].to(wide).square().sum(1)
     return blocks
 

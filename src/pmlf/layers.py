@@ -166,7 +166,11 @@ def by_vmap(call: Call, wanted: Collection[str], values: Mapping[str, Tensor]) -
         )
     own = {name: values[name] for name in wanted}
     rest = {name: value for name, value in values.items() if name not in own}
-    names, arguments = list(call.named_args), [*call.args, *call.named_args.values()]
+    names = list(call.named_args)
+    arguments = [
+        full_precision(argument) if isinstance(argument, Tensor) else argument
+        for argument in (*call.args, *call.named_args.values())
+    ]
     fitting = [i for i, a in enumerate(arguments) if isinstance(a, Tensor) and a.ndim > 0 and len(a) == call.samples]
 
     def output(own: Mapping[str, Tensor], mapped: Sequence[int], rows: Sequence[Tensor]) -> Tensor:
@@ -181,7 +185,10 @@ def by_vmap(call: Call, wanted: Collection[str], values: Mapping[str, Tensor]) -
 
     def gives_the_output(mapped: Sequence[int]) -> bool:
         assert call.output is not None
-        outputs = torch.func.vmap(lambda rows: output(own, mapped, rows))(by_row(mapped))
+        try:
+            outputs = torch.func.vmap(lambda rows: output(own, mapped, rows))(by_row(mapped))
+        except (RuntimeError, ValueError):
+            return False
         return outputs.shape == call.output.shape and _close(outputs, call.output)
 
     def gradients(mapped: Sequence[int]) -> dict[str, Contribution]:
@@ -199,12 +206,12 @@ def by_vmap(call: Call, wanted: Collection[str], values: Mapping[str, Tensor]) -
                 for mapped in combinations(fitting, count):
                     if gives_the_output(mapped):
                         return gradients(mapped)
-            raise ValueError("none of its arguments, row by row, give its output again")
+            raise ValueError("its arguments, row by row, do not give its output again")
     except (RuntimeError, ValueError) as error:
         raise ValueError(
             f"module {call.name!r} ({type(call.module).__name__}) has no rule for its parameters {sorted(wanted)} and "
-            f"vmap cannot take them sample by sample ({_first_line(error)}): freeze them, build it from layers with "
-            "rules, or move what draws randomness out of it"
+            f"vmap cannot take them sample by sample ({_first_line(error)}): keep them in a small module of their own "
+            "that draws no chance (a LayerScale, say), build it from layers with rules, or freeze them"
         ) from error
 
 

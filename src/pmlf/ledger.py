@@ -80,6 +80,9 @@ class Ledger:
             self.close()
             raise
 
+    def __getstate__(self) -> None:
+        raise TypeError("a ledger is one open file: it cannot be copied or pickled, open it again by its path")
+
     def __enter__(self) -> Self:
         return self
 
@@ -134,14 +137,7 @@ class Ledger:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise unwritable(self.path, error) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            raise ValueError(
-                f"the ledger {str(self.path)!r} is in use by another run: wait until that one has ended"
-            ) from error
-        return descriptor
+        return _locked(self.path, descriptor)
 
     def _complete(self) -> None:
         """Write the event that a line cut short stood for over what there is of it."""
@@ -162,6 +158,21 @@ class Ledger:
             os.fsync(self._descriptor)
         except OSError as error:
             raise unwritable(self.path, error) from error
+
+
+def refuse_in_use(path: Path) -> None:
+    """Raise if another run holds this ledger now."""
+    os.close(_locked(path, os.open(path, os.O_RDWR)))
+
+
+def _locked(path: Path, descriptor: int) -> int:
+    """The descriptor, once it holds the file's lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise ValueError(f"the ledger {str(path)!r} is in use by another run: wait until that one has ended") from error
+    return descriptor
 
 
 def read(path: Path | str, *, dataset: str | None = None) -> Tally:

@@ -225,10 +225,11 @@ class PrivateRun:
         self._between_steps = True
 
     def _refuse_foreign_releases(self) -> None:
-        if self.private_step.releases > self._released:
+        torn = not self.between_steps and self.private_step.releases == self._released - 1
+        if self.private_step.releases != self._released and not torn:
             raise RuntimeError(
-                "run.private_step.release() was called outside run.step, and nothing accounts for it: go back to a "
-                "saved state, and let run.step release"
+                "run.private_step was released or loaded outside of the run, not by run.step or run.load_state_dict, "
+                "and nothing accounts for it: go back to a saved state of the run"
             )
 
     def _mechanism(self) -> dict[str, Any]:

@@ -105,6 +105,7 @@ class PrivateStep:
         self._pending: _Pending | None = None
         self._torn = False
         self._checked = 0  # samples of the largest check passed: 0, 1 or 2
+        self._modes = self._training_flags()  # in which it was passed
 
     # What is accounted for is fixed at the start: less noise for some of the steps would be spent and not counted.
 
@@ -287,6 +288,9 @@ class PrivateStep:
     def _check_first(self, batch: Any, size: int) -> None:
         """Once on a single sample and once on a pair: do factors and plain autograd agree, sample by sample?"""
         few = min(size, 2)
+        if self._training_flags() != self._modes:  # another mode is another model
+            refuse_unsafe_model(self.model)
+            self._modes, self._checked = self._training_flags(), 0
         if self._checked >= few:
             return
         batch = select(batch, slice(0, few))
@@ -295,6 +299,9 @@ class PrivateStep:
             check_augmentation(self.augmentation.function, batch, uniforms)
         if check_samples(self._subject, batch):
             self._checked = few
+
+    def _training_flags(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self.model.modules())
 
     @property
     def _subject(self) -> Subject:
@@ -365,8 +372,9 @@ def _fingerprint(named: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
 
 def _bit_sum(tensor: Tensor) -> int:
     """Sum of a tensor's memory in 64-bit words, modulo 2^64: no conversion, so no copy."""
-    flat = tensor.contiguous().view(-1)
-    each = 8 // tensor.element_size()
+    flat, each = tensor.contiguous().view(-1), 8 // tensor.element_size()
+    if flat.storage_offset() % each:  # in the middle of a word
+        flat = flat.clone()
     whole = flat.numel() - flat.numel() % each
     rest = flat[whole:].view(torch.uint8).sum() if whole < flat.numel() else 0
     return int(flat[:whole].view(torch.int64).sum()) + int(rest)

@@ -123,8 +123,9 @@ def make_private(
         secure_noise=secure_noise,
     )
     if collate_fn is not None:  # the usual one does not pad
-        looked_at = range(min(_COLLATED, records)) if lengths is None else [lengths.argmin(), lengths.argmax()]
-        private_step.check_collation([dataset[int(index)] for index in looked_at], collate_fn)
+        extremes = () if lengths is None else (int(lengths.argmin()), int(lengths.argmax()))
+        looked_at = sorted({*range(min(_COLLATED, records)), *extremes})
+        private_step.check_collation([dataset[index] for index in looked_at], collate_fn)
     if isinstance(max_physical_batch_size, str) and max_physical_batch_size == "auto":
         first = [dataset[index] for index in range(min(EXAMPLES, records))]
         example = (collate_fn or default_collate)(first)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from pmlf.batches import batch_size, first_repeated, select, tensors_of, to_device, to_dtype
-from pmlf.comparison import Subject, compared, half_precision_seen, moved, singles, tolerance_for, undisturbed
+from pmlf.comparison import Compared, Subject, compared, half_precision_seen, moved, singles, tolerance_for, undisturbed
 
 _FIX = "pmlf.fix_model(model) replaces it"
+_COLLATED_PAIRS = 8  # of records whose gradients may be zero
 _MIXING_SEEDS = 6  # a random exchange of two samples goes unseen by all of them once in 64 times
 
 
@@ -29,9 +31,16 @@ def refuse_unsafe_model(model: nn.Module) -> None:
 
 
 def _unsafe(module: nn.Module) -> str | None:
-    if isinstance(module, _BatchNorm):
-        return f"mixes the samples of a batch and saves their statistics without noise: {_FIX} by GroupNorm"
-    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is compiled by torch.jit, where the layers cannot be seen: give the model as it was before"
+    # In eval mode, with its own statistics, it mixes nothing; in training mode every step would refuse their change.
+    fixed = isinstance(module, (_BatchNorm, _InstanceNorm)) and module.track_running_stats and not module.training
+    if isinstance(module, _BatchNorm) and not fixed:
+        return (
+            "mixes the samples of a batch and saves their statistics without noise: put it in eval mode, with the "
+            f"statistics that it has, or {_FIX} by GroupNorm"
+        )
+    if isinstance(module, _InstanceNorm) and module.track_running_stats and not fixed:
         return f"saves running statistics of the data without noise: set track_running_stats=False, or {_FIX}"
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         if module.max_norm is not None:
@@ -58,10 +67,11 @@ def check_samples(subject: Subject, batch: Any) -> bool:
     """
     told = False
     modes = modes_to_check(subject, batch)
-    for nearby in (False, True):
-        with moved(subject.model) if nearby else nullcontext():
-            for training in modes:
-                told |= _check_samples(subject, batch, training)
+    for training in modes:
+        told |= _check_samples(subject, batch, training)
+    with moved(subject.model):
+        for training in modes if _can_be_taken(subject, batch, modes[0]) else ():
+            told |= _check_samples(subject, batch, training)
     if subject.model.training and len(modes) == 1:
         _refuse_mixed_losses(subject, batch)
     return told
@@ -71,7 +81,7 @@ def modes_to_check(subject: Subject, batch: Any) -> tuple[bool, ...]:
     """(False,) for eval mode; also True where training mode computes something else, and the same each time.
 
     Samples may be mixed in training mode only, as BatchNorm does. Randomness other than by dropout layers hides that
-    from a comparison of gradients.
+    from a comparison of gradients. (True,) alone for a loss that cannot be taken in eval mode.
     """
 
     def losses(training: bool, seed: int) -> Tensor:
@@ -79,12 +89,32 @@ def modes_to_check(subject: Subject, batch: Any) -> tuple[bool, ...]:
             parts = list(tensors_of(subject.loss_fn(subject.model, batch)))
             return torch.cat([part.detach().flatten().double().cpu() for part in parts]) if parts else torch.zeros(0)
 
+    if subject.model.training and not _can_be_taken(subject, batch, training=False):
+        return (True,)
+    evaluated = losses(False, 0)
+    if not _same(evaluated, losses(False, 1)):
+        raise ValueError(
+            "the loss draws chance in eval mode too, so that it cannot be checked: draw only where model.training is "
+            "set, or draw with the records and put it into the batch"
+        )
     if not subject.model.training:
         return (False,)
-    evaluated, trained, again = losses(False, 0), losses(True, 0), losses(True, 1)
-    if torch.equal(evaluated, trained) or not torch.equal(trained, again):
-        return (False,)
-    return (False, True)
+    trained, again = losses(True, 0), losses(True, 1)
+    return (False,) if _same(evaluated, trained) or not _same(trained, again) else (False, True)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def _can_be_taken(subject: Subject, batch: Any, training: bool) -> bool:
+    """Whether the loss can be taken at all: not every one can in eval mode, or at other parameters."""
+    try:
+        with undisturbed(subject.model, training=training), torch.no_grad():
+            subject.loss_fn(subject.model, batch)
+    except Exception:
+        return False
+    return True
 
 
 def _refuse_mixed_losses(subject: Subject, batch: Any) -> None:
@@ -96,6 +126,11 @@ def _refuse_mixed_losses(subject: Subject, batch: Any) -> None:
             parts = list(tensors_of(subject.loss_fn(subject.model, of)))
             return float(sum(part.reshape(samples, -1)[0].double().sum() for part in parts)), bool(half)
 
+    if not math.isclose(once := first_loss(batch, 0)[0], first_loss(batch, 0)[0], rel_tol=1e-4) and once == once:
+        raise ValueError(
+            "the loss draws chance from another place than torch's global generator, in training mode, so that it "
+            "cannot be checked: draw by torch's own functions, without a generator"
+        )
     for seed in range(_MIXING_SEEDS if samples > 1 else 0):
         (among_others, half), (among_itself, _) = first_loss(batch, seed), first_loss(first_repeated(batch), seed)
         tolerance = tolerance_for(half).relative
@@ -107,31 +142,49 @@ def _refuse_mixed_losses(subject: Subject, batch: Any) -> None:
 
 
 def check_collation(subject: Subject, records: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
-    """Padding, which follows from the longest record of a batch, must not change the gradients of the others.
+    """A record must come out of `collate` alike alone and with others, but for padding that changes no gradient.
 
-    The records that come out shortest and longest are compared: each alone, and both in one batch.
+    The longest record is put together with short ones, until a pair of gradients tells something.
     """
     device = next(subject.model.parameters()).device
     alone = [to_device(collate([record]), device) for record in records]
-    sizes = [sum(tensor[0].numel() for tensor in tensors_of(single)) for single in alone]
-    short, long = sizes.index(min(sizes)), sizes.index(max(sizes))
-    if sizes[short] == sizes[long]:
-        return
+    shapes = [[tuple(tensor.shape[1:]) for tensor in tensors_of(single)] for single in alone]
+    order = sorted(range(len(records)), key=lambda i: (sum(map(math.prod, shapes[i])), shapes[i], i))
+    for short in order[:_COLLATED_PAIRS]:
+        if short != order[-1] and _collates(subject, records, collate, alone, short, order[-1]):
+            return
+
+
+def _collates(
+    subject: Subject,
+    records: Sequence[Any],
+    collate: Callable[[list[Any]], Any],
+    alone: Sequence[Any],
+    short: int,
+    long: int,
+) -> bool:
+    """Whether two records told something; refused if they are not the same together and apart."""
+    device = next(subject.model.parameters()).device
     pair = to_device(collate([records[short], records[long]]), device)
-    check_samples(subject, pair)
+    told = check_samples(subject, pair)
     apart = [alone[short], alone[long]]
-    with moved(subject.model):
-        with undisturbed(subject.model, training=False):
-            if compared(subject, pair, apart).agree:
-                return
-        exact = subject.in_double()
-        with undisturbed(exact.model, training=False):
-            pair, *apart = (to_dtype(batch, torch.float64) for batch in (pair, *apart))
-            if compared(exact, pair, apart).agree:
-                return
+    again = to_device(collate([records[short], records[long]]), device)
+    if not all(torch.equal(one, other) for one, other in zip(tensors_of(pair), tensors_of(again), strict=True)):
+        raise ValueError(
+            "collate_fn makes another batch of the same records each time, so that it cannot be checked: draw chance "
+            "in loss_fn, where model.training is set"
+        )
+    agree = True
+    for training in modes_to_check(subject, pair):
+        agree &= _settled(subject, pair, apart, training).found.agree
+        with moved(subject.model):
+            agree &= not _can_be_taken(subject, pair, training) or _settled(subject, pair, apart, training).found.agree
+    if agree:
+        return told
     raise ValueError(
-        "a record's gradient changes with the padding that longer records of its batch bring, so that one record moves "
-        "the others' gradients: mask the padding in the model and in loss_fn, or have collate_fn pad to a fixed length"
+        "a record's gradient changes with the records that it is collated with, by padding or otherwise, so that one "
+        "record moves the others' gradients: mask the padding in the model and in loss_fn, or have collate_fn pad to a "
+        "fixed length; mix no records in collate_fn"
     )
 
 
@@ -148,33 +201,55 @@ def check_augmentation(function: Callable[[Any, Tensor], Any], batch: Any, unifo
             )
 
 
-def _check_samples(subject: Subject, batch: Any, training: bool) -> bool:
+@dataclass(frozen=True, kw_only=True)
+class _Settled:
+    """A comparison, and what it was made with in the end."""
+
+    found: Compared
+    subject: Subject
+    alone: Sequence[Any]
+
+
+def _settled(subject: Subject, batch: Any, alone: Sequence[Any], training: bool) -> _Settled:
+    """Rounding may put an activation on the other side of a kink (ReLU, max-pool), which is no fault of the model.
+
+    What remains in float64 is one; where that cannot be had, what remains at two other parameters too.
+    """
     with undisturbed(subject.model, training=training):
-        found = compared(subject, batch, singles(batch))
+        found = compared(subject, batch, alone)
+    if found.agree:
+        return _Settled(found=found, subject=subject, alone=alone)
+    try:
+        exact, wide = subject.in_double(), [to_dtype(part, torch.float64) for part in (batch, *alone)]
+        with undisturbed(exact.model, training=training):
+            return _Settled(found=compared(exact, wide[0], wide[1:]), subject=exact, alone=wide[1:])
+    except Exception:  # a model that cannot be copied, a loss that cannot be taken in float64
+        for seed in (1, 2):
+            with moved(subject.model, seed), undisturbed(subject.model, training=training):
+                elsewhere = compared(subject, batch, alone)
+            if elsewhere.agree:
+                return _Settled(found=elsewhere, subject=subject, alone=alone)
+        return _Settled(found=found, subject=subject, alone=alone)
+
+
+def _check_samples(subject: Subject, batch: Any, training: bool) -> bool:
+    settled = _settled(subject, batch, singles(batch), training)
+    found = settled.found
     if found.agree:
         return found.told
-    # Rounding may put an activation on the other side of a kink (ReLU, max-pool), which is not a fault of the model:
-    # only what remains in float64 is.
-    exact = subject.in_double()
-    batch = to_dtype(batch, torch.float64)
-    with undisturbed(exact.model, training=training):
-        try:
-            found = compared(exact, batch, singles(batch))
-        except RuntimeError:  # a loss that cannot be taken in float64
-            exact = subject
-        if found.agree:
-            return found.told
-        alone = [compared(exact, single, [single]).agree for single in singles(batch)]
+    with undisturbed(settled.subject.model, training=training):
+        alone = [compared(settled.subject, single, [single]).agree for single in settled.alone]
     where = "randomness in training mode" if training else "randomness in eval mode"
     wrong = found.worst
     if len(alone) > 1 and all(alone):
         raise ValueError(
             f"a sample's gradient depends on the other samples of its batch (seen at parameter {wrong!r}): look for an "
             "operation across axis 0, a layer that puts the batch second (batch_first), positions without a batch axis "
-            f"(give them a leading axis of 1), or {where}"
+            "(give them a leading axis of size one), rows that are not grouped by sample (of two views in one "
+            f"pass, those of a sample must follow each other), or {where}"
         )
     raise ValueError(
         f"the gradient of parameter {wrong!r} does not come through its own layer's forward pass: look for a penalty "
         "on weights inside loss_fn (use the optimizer's weight_decay), a weight used outside its layer "
-        f"(F.linear(x, other.weight)), or {where}"
+        f"(F.linear(x, other.weight)), a gradient taken inside loss_fn, or {where}"
     )

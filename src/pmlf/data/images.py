@@ -241,6 +241,6 @@ def _check_labels(spec: ImageSpec, source: Source, labels: NDArray[Any]) -> None
     in_range = (labels >= 0) & (labels < spec.classes)
     if not in_range.all():
         raise ValueError(
-            f"{source.name!r} has label {labels[~in_range][0]} where 0 to {spec.classes - 1} are allowed: "
-            f"{source.advice}, or drop the rows without a label"
+            f"{source.name!r} has a label that is none of 0 to {spec.classes - 1}: {source.advice}, or drop the rows "
+            "without a label"
         )

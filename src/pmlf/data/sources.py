@@ -51,7 +51,10 @@ class Source:
         except _Refused as error:
             raise ValueError(str(error)) from None
         except Exception as error:  # whose class depends on the reader: Arrow's, pandas's, the library's own
-            raise ValueError(f"a file of {self.name!r} cannot be read: {self.advice} ({_first_line(error)})") from error
+            # what a reader says may quote a record
+            raise ValueError(
+                f"a file of {self.name!r} cannot be read: {self.advice} ({type(error).__name__})"
+            ) from None
 
     def _checked(self, split: str, tables: Iterator[Any], columns: Sequence[str]) -> Iterator[Any]:
         rows = 0
@@ -125,7 +128,3 @@ def _downloaded(hub_id: str, config: str) -> Path:
     )
     patterns = [f"{config}/*.parquet" if config else "*.parquet"]
     return snapshot(hub_id, "dataset", patterns, extra="data", instead=instead)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -23,6 +23,7 @@ from pmlf import certificate, certificate_page, checkpoint
 from pmlf.experiments.results import Evaluation, RunResult
 from pmlf.experiments.spec import RunSpec, flag
 from pmlf.files import is_partial, write_atomically, write_json
+from pmlf.ledger import refuse_in_use
 from pmlf.run import PrivateRun
 
 _MAY_GROW = ("epochs", "steps")
@@ -74,6 +75,8 @@ class RunFolder:
                 f"{str(self.path)!r} holds neither a finished run nor a checkpoint to go on from: give the folder of a "
                 "run, or a new one"
             )
+        if self.own_ledger.exists():
+            refuse_in_use(self.own_ledger)
         shutil.rmtree(self.path)
         return False
 
@@ -149,7 +152,8 @@ class RunFolder:
             raise ValueError(f"{str(path)!r} is not a spec ({error}): put the file back as it was") from error
 
     def _write_weights(self, name: str, model: nn.Module) -> None:
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        # copies: safetensors refuses tied weights, which share their memory
+        weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
         write_atomically(self.path / name, safetensors.torch.save(weights))
 
 

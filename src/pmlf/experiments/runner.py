@@ -113,7 +113,7 @@ def run(
     except BaseException:
         if saved is None and (book is None or book.tally.events_of(progress.run) == 0):
             folder.remove()
-            if new_ledger:
+            if new_ledger and progress.ledger is None:  # a shared one may be another run's by now
                 ledger_path.unlink(missing_ok=True)
         raise
 
