@@ -156,7 +156,7 @@ def test_cancelling_tokens_of_embedding_and_convolution_stay_within_the_clip_nor
 def test_clipping_each_point_with_unit_weights_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public reference code's way: clip at every point, then add. A sample moves the sum by up to k*C."""
 
-    def clip_per_point(self: PrivateStep, batch: Any, size: int, samples: Tensor, micro_batch: int) -> Any:
+    def clip_per_point(self: PrivateStep, named: Any, batch: Any, size: int, samples: Tensor, micro_batch: int) -> Any:
         class PerPoint:
             def write_clipped_sum(_, clip_norm: float, clipping: Any, before: Any, into: Any) -> None:
                 for value in into.values():

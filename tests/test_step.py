@@ -401,7 +401,7 @@ def test_a_bad_loss_is_refused_with_the_way_out(loss: Any, message: str) -> None
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ((torch.zeros(3, 6), torch.zeros(2)), r"shapes \[\(3, 6\), \(2,\)\]"),
+        ((torch.zeros(3, 6), torch.zeros(2)), "have different lengths"),
         (("a", "b"), "holds no tensor"),
         ((torch.zeros(3, 6), torch.tensor(1.0)), "axis 0 of every one must count samples"),
     ],

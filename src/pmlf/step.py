@@ -23,7 +23,7 @@ from pmlf.gradients import SumBuffers, Workspace
 from pmlf.methods import Method, resolve
 from pmlf.momentum import CLIPPINGS, Clipping, SampleMomentum
 from pmlf.noise import LARGEST_STD, Randomness, SeededRandomness, keyed_uniforms, randomness_from, torch_seeded
-from pmlf.points import History, Point
+from pmlf.points import History
 from pmlf.validation import check_augmentation, check_collation, check_samples, refuse_unsafe_model
 
 
@@ -180,8 +180,7 @@ class PrivateStep:
         if samples is None:
             samples = torch.arange(pending.samples, pending.samples + size)
         self._check_first(micro_batch, size)
-        momentum = SampleMomentum(self._plan, size, len(self._points), self._workspace)
-        self._add_points(momentum, named, micro_batch, samples, pending.micro_batches)
+        momentum = self._momentum(named, micro_batch, size, samples, pending.micro_batches)
         sums = self._sums.other_than(pending.sums, named)
         momentum.write_clipped_sum(self.clip_norm, self.clipping, pending.sums, sums)
         self._pending = _Pending(
@@ -257,20 +256,18 @@ class PrivateStep:
             raise RuntimeError("a sum is pending, which is sensitive: call release() or discard() before copying it")
         return vars(self)
 
-    @property
-    def _points(self) -> Sequence[Point]:
-        return self.method.points.at(self._releases)
-
-    def _add_points(
-        self, momentum: SampleMomentum, named: Mapping[str, Tensor], batch: Any, samples: Tensor, micro_batch: int
-    ) -> None:
-        """The loss's gradients at the evaluation points, weighted and added."""
-        points, parameters = self._points, list(named.values())
+    def _momentum(
+        self, named: Mapping[str, Tensor], batch: Any, size: int, samples: Tensor, micro_batch: int
+    ) -> SampleMomentum:
+        """v of every sample of a micro-batch: the loss's gradients at the evaluation points, weighted and added."""
+        points, parameters = self.method.points.at(self._releases), list(named.values())
+        momentum = SampleMomentum(self._plan, size, len(points), self._workspace)
         views = self._views(batch, samples, len(points))
         for index, (point, view) in enumerate(zip(points, views, strict=True)):
             values = dict(zip(named, self._history.evaluate(point, parameters), strict=True))
             with torch_seeded(self.randomness.stream("dropout", self._releases, micro_batch, index), _device(named)):
                 momentum.add_point(self.model, values, self.loss_fn, view, point.weight)
+        return momentum
 
     def _views(self, batch: Any, samples: Tensor, points: int) -> Sequence[Any]:
         """The batch as each evaluation point sees it."""
