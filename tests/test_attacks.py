@@ -254,6 +254,11 @@ class WithoutRule(nn.Module):
         return x * self.scale
 
 
+def test_a_module_without_a_rule_trains_in_half_precision() -> None:
+    model = nn.Sequential(nn.ConvTranspose1d(3, 4, 2), nn.Flatten()).bfloat16()
+    assert summed(stepped(model), (rows(4, 3, 5).bfloat16(),)).isfinite().all()
+
+
 @pytest.mark.parametrize("layer", [BareToken, WithoutRule])
 def test_in_half_precision_one_of_many_samples_moves_the_sum_by_at_most_c(layer: type[nn.Module]) -> None:
     model = nn.Sequential(layer()).bfloat16()

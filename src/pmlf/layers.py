@@ -164,6 +164,7 @@ def by_vmap(call: Call, wanted: Collection[str], values: Mapping[str, Tensor]) -
             f"module {call.name!r} ({type(call.module).__name__}) has no rule and axis 0 of its output does not count "
             "the samples: put the batch first"
         )
+    values = {name: full_precision(value) for name, value in values.items()}  # as the arguments below
     own = {name: values[name] for name in wanted}
     rest = {name: value for name, value in values.items() if name not in own}
     names = list(call.named_args)

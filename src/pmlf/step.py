@@ -305,7 +305,7 @@ class PrivateStep:
         return Subject(model=self.model, plan=self._plan, loss_fn=self.loss_fn, clip_norm=self.clip_norm)
 
     def check_collation(self, records: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
-        """Refuse padding that changes the gradients of shorter records: tried on the shortest and the longest."""
+        """Refuse a `collate` by which records change each other's gradients, by padding or otherwise."""
         check_collation(self._subject, records, collate)
 
     def check_again(self) -> None:
