@@ -43,9 +43,19 @@ def alone() -> dict[str, Any]:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The second run of a ledger."""
     path = tmp_path_factory.mktemp("ledger") / "patients.ledger"
-    for name in ("first", "second"):
-        with Ledger(path, dataset="patients", run=name) as ledger:
-            document = made(ledger, noise_multiplier=1.0 if name == "first" else 2.0, seed=3)
+    with Ledger(path, dataset="patients", run="first") as ledger:
+        made(ledger)
+    with Ledger(path, dataset="patients", run="second") as ledger:
+        return made(ledger, noise_multiplier=None, target_epsilon=8.0, seed=3)
+
+
+@pytest.fixture(scope="module")
+def unbounded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run begun twice under its name, with no target to end at."""
+    path = tmp_path_factory.mktemp("ledger") / "patients.ledger"
+    for _ in range(2):
+        with Ledger(path, dataset="patients", run="again") as ledger:
+            document = made(ledger)
     return document
 
 
@@ -80,8 +90,18 @@ def test_the_epsilon_that_always_holds_is_that_of_all_planned_steps(alone: dict[
 def test_runs_of_one_ledger_are_listed_and_composed_by_a_filter(shared: dict[str, Any]) -> None:
     assert shared["composition"] == certificate.FILTER and shared["dataset"] == "patients"
     assert [(trial["run"], trial["events"]) for trial in shared["trials"]] == [("first", 4), ("second", 4)]
-    assert shared["epsilon"] > shared["epsilon_at_released_steps"]["pld"]
+    assert shared["epsilon"] == shared["target_epsilon"] == 8.0  # what was spent by then holds for no stop at will
     assert shared["reproducible_noise"]
+
+
+def test_a_run_begun_again_without_a_target_states_no_epsilon(unbounded: dict[str, Any], check: Checked) -> None:
+    assert unbounded["epsilon"] is None and unbounded["composition"] == certificate.CAPPED
+    assert [trial["events"] for trial in unbounded["trials"]] == [4, 4]
+    assert len({trial["beginning"] for trial in unbounded["trials"]}) == 2
+    code, report, _ = check(unbounded)
+    assert code == 1 and report["reason"] == certificate.UNBOUNDED
+    text = certificate_page.page(unbounded)
+    assert "&epsilon; = none" in text and "This certificate states nothing" in text
 
 
 @pytest.mark.parametrize(
@@ -108,7 +128,7 @@ def test_an_understated_epsilon_does_not_hold_even_with_a_right_digest(
 
 def test_an_understated_filter_does_not_hold(shared: dict[str, Any], check: Checked) -> None:
     document = json.loads(json.dumps(shared))
-    document["trials"][0]["events"] += 1
+    document["trials"][0]["events"] += 50
     assert check(certificate.sealed(document))[0] == 1
 
 

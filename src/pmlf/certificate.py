@@ -22,10 +22,15 @@ from pmlf.spending import Spending
 FORMAT = 1
 _ROUNDING = 1e-9  # relative: the last digits of other machines
 CHANGED = "its content and its digest disagree, so it was changed or damaged"
+UNBOUNDED = "it states no epsilon: how much was spent may follow from results, and no target epsilon bounded it"
 PLD = "PLD: the steps were planned before the run and are all alike"
+CAPPED = (
+    "PLD up to the target epsilon: the run was begun more than once, or steps were done again, which may follow from "
+    "results; holds if the target epsilon was fixed before that"
+)
 FILTER = (
-    "RDP filter (Feldman & Zrnic 2021): steps or runs were added after results could be seen; holds if the target "
-    "epsilon was fixed before that"
+    "RDP filter (Feldman & Zrnic 2021) up to the target epsilon: steps or runs were added after results could be seen; "
+    "holds if the target epsilon was fixed before that"
 )
 
 
@@ -47,7 +52,13 @@ def certificate(
     """A JSON-ready account of a run: the mechanism with all its public constants, and the epsilon they give."""
     event = Event(noise_multiplier=noise_multiplier, sample_rate=expected_batch_size / population)
     trials = [
-        {"run": trial.run, **asdict(trial.event), "planned_steps": trial.planned_steps, "events": count}
+        {
+            "run": trial.run,
+            "beginning": trial.beginning,
+            **asdict(trial.event),
+            "planned_steps": trial.planned_steps,
+            "events": count,
+        }
         for trial, count in spending.tally.trials.items()
     ]
     released = spending.run_events
@@ -58,14 +69,10 @@ def certificate(
             "unit_of_privacy": "one record of the training set",
             "adjacency": "add or remove one record",
             "dataset": spending.dataset,
-            "epsilon": (
-                accounting.filter_epsilon(spending.tally.events, delta=delta)
-                if spending.adaptive
-                else accounting.epsilon(**asdict(event), steps=max(planned_steps, released), delta=delta)
-            ),
+            "epsilon": spending.claim(),
             "delta": delta,
             "target_epsilon": spending.target_epsilon,
-            "composition": FILTER if spending.adaptive else PLD,
+            "composition": PLD if spending.as_planned else FILTER if spending.filtered else CAPPED,
             "epsilon_at_planned_steps": _by_accountant(event, planned_steps, delta),
             "epsilon_at_released_steps": _by_accountant(event, released, delta),
             "planned_steps": planned_steps,
@@ -174,13 +181,14 @@ def _claims(document: Mapping[str, Any]) -> Iterator[Claim]:
             bound = min(bound, accounting.finest_epsilon(event, steps=steps, delta=delta))
         return Claim(name=name, stated=stated, recomputed=bound)
 
-    if document["composition"] == FILTER:
-        spent = accounting.filter_epsilon(_events(document["trials"]), delta=delta)
-        yield Claim(name="epsilon", stated=document["epsilon"], recomputed=spent)
-    elif document["composition"] == PLD:
-        yield claim("epsilon", document["epsilon"], max(planned, released), "pld")
-    else:
+    if document["composition"] not in (PLD, CAPPED, FILTER):
         raise ValueError(f"composition={document['composition']!r} is not known")
+    if document["epsilon"] is not None:
+        if document["composition"] == FILTER:
+            spent = accounting.filter_epsilon(_events(document["trials"]), delta=delta)
+            yield Claim(name="epsilon", stated=document["epsilon"], recomputed=spent)
+        else:
+            yield claim("epsilon", document["epsilon"], max(planned, released), "pld")
     for name, steps in (("epsilon_at_planned_steps", planned), ("epsilon_at_released_steps", released)):
         for accountant, stated in document[name].items():
             yield claim(f"{name}, {accountant}", stated, steps, accountant)

@@ -9,7 +9,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from pmlf.certificate import FILTER
+from pmlf.certificate import CAPPED, FILTER, UNBOUNDED
 
 
 def page(document: Mapping[str, Any]) -> str:
@@ -17,7 +17,7 @@ def page(document: Mapping[str, Any]) -> str:
     template = Template((resources.files("pmlf") / "assets" / "certificate.html").read_text(encoding="utf-8"))
     reproducible = document["reproducible_noise"]
     return template.substitute(
-        epsilon=_upper(document["epsilon"]),
+        epsilon="none" if document["epsilon"] is None else _upper(document["epsilon"]),
         delta=_number(document["delta"]),
         guarantee=escape(_guarantee(document)),
         noise_class="bad" if reproducible else "good",
@@ -37,6 +37,8 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def _guarantee(document: Mapping[str, Any]) -> str:
+    if document["epsilon"] is None:
+        return f"This certificate states nothing: {UNBOUNDED.removeprefix('it states no epsilon: ')}."
     dataset = f" of {document['dataset']}" if document["dataset"] else ""
     return (
         f"For any two training sets that differ in one record ({document['adjacency']}), no outcome of this training "
@@ -46,7 +48,13 @@ def _guarantee(document: Mapping[str, Any]) -> str:
 
 
 def _spent(document: Mapping[str, Any]) -> str:
-    filtered = document["composition"] == FILTER
+    planned_holds, released_holds = {
+        FILTER: ("the same for this run alone", "the same for this run alone"),
+        CAPPED: ("for one beginning, nothing done again", "holds if no result decided how many there are"),
+    }.get(
+        document["composition"],
+        ("holds whatever was seen on the way", "holds if the run was not stopped because of results"),
+    )
     planned, released = document["epsilon_at_planned_steps"], document["epsilon_at_released_steps"]
     return _table(
         ("", "steps", "epsilon by PLD", "by RDP", ""),
@@ -56,14 +64,14 @@ def _spent(document: Mapping[str, Any]) -> str:
                 f"{document['planned_steps']:,}",
                 _upper(planned["pld"]),
                 _upper(planned["rdp"]),
-                "the same for this run alone" if filtered else "holds whatever was seen on the way",
+                planned_holds,
             ),
             (
                 "released",
                 f"{document['released_steps']:,}",
                 _upper(released["pld"]),
                 _upper(released["rdp"]),
-                "the same for this run alone" if filtered else "holds if the run was not stopped because of results",
+                released_holds,
             ),
         ],
     )

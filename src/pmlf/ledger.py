@@ -3,8 +3,8 @@
 One line an event, one event a noisy gradient. A line is JSON and a digest chained to the line before, so that
 nothing in the middle can change or go missing unnoticed:
 
-    {"ledger": 1, "dataset": "patients"} 5f0c...
-    {"run": "b1946ac9", "sample_rate": 0.01, "noise_multiplier": 1.1, "planned_steps": 500, "replay": null, ...} 02d4...
+    {"ledger": 2, "dataset": "patients"} 5f0c...
+    {"run": "b1946ac9", "beginning": "77de68da", "sample_rate": 0.01, "noise_multiplier": 1.1, ...} 02d4...
     {"step": 0} 9d5e...
     {"step": 1} 4c1b...
 
@@ -28,7 +28,7 @@ from typing import Any, Self
 from pmlf.files import sync_folder, unwritable
 from pmlf.tally import Session, Tally
 
-_VERSION = 1
+_VERSION = 2
 _DIGEST_BYTES = 16
 
 
@@ -48,8 +48,8 @@ class Ledger:
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "ledger.jsonl"
-    >>> session = Session(run="first", sample_rate=0.1, noise_multiplier=1.0, planned_steps=9, replay=None,
-    ...                   first_step=0)
+    >>> session = Session(run="first", beginning="only", sample_rate=0.1, noise_multiplier=1.0, planned_steps=9,
+    ...                   replayable=False, first_step=0)
     >>> with Ledger(path, dataset="patients") as ledger:
     ...     ledger.spend(session, step=0)
     >>> read(path, dataset="patients").events
@@ -197,7 +197,7 @@ def _parse(content: bytes, path: Path, dataset: str | None) -> _Contents:
     for number, (line, last) in enumerate(_lines(content), start=1):
         document = _document(line, digests[-1])
         if document is None:
-            if last and number > 1:
+            if last and number > 1 and _is_one_line(line):
                 break
             raise ValueError(
                 f"line {number} of the ledger {str(path)!r} is damaged: put the file back as it was, since what was "
@@ -221,6 +221,11 @@ def _lines(content: bytes) -> Iterator[tuple[bytes, bool]]:
     whole = [line + b"\n" for line in lines] + ([rest] if rest else [])
     for number, line in enumerate(whole, start=1):
         yield line, number == len(whole)
+
+
+def _is_one_line(damaged: bytes) -> bool:
+    """Whether this can be what is left of one line, and not of two that have lost the end of the first."""
+    return damaged.count(b"{") <= 1 and len(damaged.partition(b"} ")[2]) <= 2 * _DIGEST_BYTES + 1
 
 
 def _document(line: bytes, before: str) -> dict[str, Any] | None:
@@ -263,7 +268,8 @@ def _session(document: Mapping[str, Any]) -> Session:
     numbers = (session.sample_rate, session.noise_multiplier)
     if not (
         isinstance(session.run, str)
-        and (session.replay is None or isinstance(session.replay, str))
+        and isinstance(session.beginning, str)
+        and isinstance(session.replayable, bool)
         and all(isinstance(number, (int, float)) and math.isfinite(number) and number > 0 for number in numbers)
         and session.sample_rate <= 1
         and _is_count(session.planned_steps)

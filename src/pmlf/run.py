@@ -152,7 +152,10 @@ class PrivateRun:
         return averaged
 
     def epsilon(self) -> float:
-        """Spent so far, at the run's delta: by PLD, or by an RDP filter where its ledger holds other plans too."""
+        """Spent so far, at the run's delta: by PLD, or by an RDP filter where its ledger holds other plans too.
+
+        `certificate` says what holds whatever was seen on the way: no less than this.
+        """
         self._refuse_foreign_releases()
         return self.spending.epsilon()
 

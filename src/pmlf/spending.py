@@ -34,8 +34,9 @@ class Unwritten:
 class Spending:
     """The events of a run, and of those before it in its ledger, held against the target epsilon.
 
-    Events of one kind, planned beforehand, compose by PLD. Once something was chosen after seeing results (other runs
-    in the ledger, a plan made longer) they compose by an RDP filter, which allows for that.
+    Events of one kind compose by PLD. Once their kind or plan was chosen after seeing results (other runs in the
+    ledger, a plan made longer) they compose by an RDP filter, which allows for that. Where they are more than one plan
+    of one beginning, how many there are may follow from results: what holds then is the target at which they must end.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class Spending:
         self._ledger = ledger or Unwritten()
         self._session = Session(
             run=self._ledger.run,
+            beginning=secrets.token_hex(8),
             **asdict(event),
             planned_steps=planned_steps,
-            replay=secrets.token_hex(8) if replayable else None,
+            replayable=replayable,
             first_step=0,
         )
         self._delta = delta
@@ -76,10 +78,23 @@ class Spending:
         return self.tally.events_of(self._session.run)
 
     @property
-    def adaptive(self) -> bool:
-        """Whether a plan may depend on what was released before it was made."""
-        s = self._session
-        return any((t.run, t.event, t.planned_steps) != (s.run, s.event, s.planned_steps) for t in self.tally.trials)
+    def filtered(self) -> bool:
+        """Whether a mechanism or a plan may depend on what was released before, so that an RDP filter composes."""
+        return any(trial.plan != self._session.trial.plan for trial in self.tally.trials)
+
+    @property
+    def as_planned(self) -> bool:
+        """Whether all events are of one beginning and of one plan, so that their number follows from no result."""
+        one_beginning = all(trial == self._session.trial for trial in self.tally.trials)
+        return one_beginning and self.run_events <= self._session.planned_steps
+
+    def claim(self) -> float | None:
+        """The epsilon that holds for everything in the ledger, whatever was seen on the way; None if there is none."""
+        if self.as_planned:
+            s = self._session
+            return accounting.epsilon(**asdict(s.event), steps=s.planned_steps, delta=self._delta)
+        kept = self.target_epsilon is not None and self.epsilon() <= self.target_epsilon
+        return self.target_epsilon if kept else None
 
     @property
     def guards_longer_plans(self) -> bool:
@@ -98,7 +113,7 @@ class Spending:
                 at_most=max(count, self._session.planned_steps),
                 target_epsilon=self.target_epsilon,
                 delta=self._delta,
-                accountant="rdp" if self.adaptive else "pld",
+                accountant="rdp" if self.filtered else "pld",
                 spent={other: n for other, n in self.tally.events.items() if other != event},
             )
         return count <= self._affordable
@@ -108,8 +123,8 @@ class Spending:
         self._ledger.spend(self._session, step=step)
 
     def epsilon(self) -> float:
-        """Of everything in the ledger."""
-        if self.adaptive:
+        """Of so many events as are in the ledger."""
+        if self.filtered:
             return accounting.filter_epsilon(self.tally.events, delta=self._delta)
         event = self._session.event
         return accounting.epsilon(**asdict(event), steps=self.tally.events.get(event, 0), delta=self._delta)
@@ -117,8 +132,8 @@ class Spending:
     def state_dict(self) -> dict[str, Any]:
         position = self._ledger.position
         return {
-            "events": self.run_events,
-            "replay": self._session.replay,
+            "events": self.tally.events_since(self._session.beginning),
+            "beginning": self._session.beginning,
             "position": None if position is None else asdict(position),
         }
 
@@ -131,11 +146,11 @@ class Spending:
                 if position is None
                 else "the state was saved with a ledger: go on with the same one, so that no step is lost from it"
             )
-        self._session = replace(self._session, replay=state["replay"])
         if isinstance(self._ledger, Ledger):
             self._ledger.require(Position(**position))
-        else:
-            for step in range(self.run_events, events):
+        self._session = replace(self._session, beginning=state["beginning"])
+        if isinstance(self._ledger, Unwritten):
+            for step in range(self.tally.events_since(self._session.beginning), events):
                 self._ledger.spend(self._session, step=step)
 
 

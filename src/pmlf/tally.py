@@ -13,20 +13,32 @@ from pmlf.accounting import Event
 class Session:
     """A run from the moment it begins, or goes on, to spend: its mechanism, its plan, its first step.
 
-    With a seed, `replay` names the beginning that the steps follow from: done again from a state of the same beginning
-    they release the same numbers, and count once. Without a seed it is None, and each step counts each time.
+    `beginning` names the first step of all that these follow from: a run that is begun again, under its name and with
+    its plan, has another. With a seed the steps are `replayable`: done again from a state of the same beginning they
+    release the same numbers, and count once. Without a seed each step counts each time.
     """
 
     run: str
+    beginning: str
     sample_rate: float
     noise_multiplier: float
     planned_steps: int
-    replay: str | None
+    replayable: bool
     first_step: int
 
     @property
     def event(self) -> Event:
         return Event(noise_multiplier=self.noise_multiplier, sample_rate=self.sample_rate)
+
+    @property
+    def trial(self) -> Trial:
+        return Trial(
+            run=self.run,
+            beginning=self.beginning,
+            event=self.event,
+            planned_steps=self.planned_steps,
+            replayable=self.replayable,
+        )
 
     def continues(self, other: Session | None) -> bool:
         """Whether both are one run with one mechanism and one plan, whatever the steps they began at."""
@@ -35,12 +47,18 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A run under one mechanism and plan; what it has spent is counted by `Tally.trials`."""
+    """One beginning of a run under one mechanism and plan; what it has spent is counted by `Tally.trials`."""
 
     run: str
+    beginning: str
     event: Event
     planned_steps: int
     replayable: bool
+
+    @property
+    def plan(self) -> tuple[str, Event, int]:
+        """What trials have in common that are beginnings of one run."""
+        return self.run, self.event, self.planned_steps
 
 
 class Tally:
@@ -50,7 +68,8 @@ class Tally:
         self._trials: Counter[Trial] = Counter()
         self._events: Counter[Event] = Counter()
         self._runs: Counter[str] = Counter()
-        self._replayed: dict[tuple[str, Event, str], set[int]] = {}
+        self._beginnings: Counter[str] = Counter()
+        self._replayed: dict[tuple[str, str, Event], set[int]] = {}
         self._session: Session | None = None
         self._next_step = 0
 
@@ -67,6 +86,9 @@ class Tally:
     def events_of(self, run: str) -> int:
         return self._runs[run]
 
+    def events_since(self, beginning: str) -> int:
+        return self._beginnings[beginning]
+
     def begin(self, session: Session) -> None:
         """From here on the events are this session's."""
         self._session = session
@@ -78,29 +100,23 @@ class Tally:
         self._next_step = step + 1
         if self.replays(session, step):
             return
-        if session.replay is not None:
-            self._replayed.setdefault((session.run, session.event, session.replay), set()).add(step)
-        self._trials[
-            Trial(
-                run=session.run,
-                event=session.event,
-                planned_steps=session.planned_steps,
-                replayable=session.replay is not None,
-            )
-        ] += 1
+        if session.replayable:
+            self._replayed.setdefault((session.run, session.beginning, session.event), set()).add(step)
+        self._trials[session.trial] += 1
         self._events[session.event] += 1
         self._runs[session.run] += 1
+        self._beginnings[session.beginning] += 1
 
     def replays(self, session: Session, step: int) -> bool:
         """Whether this step of the run is counted already and will not be counted again."""
-        if session.replay is None:
+        if not session.replayable:
             return False
-        return step in self._replayed.get((session.run, session.event, session.replay), ())
+        return step in self._replayed.get((session.run, session.beginning, session.event), ())
 
     def unfinished_step(self) -> int | None:
         """The step that a line cut short stands for; None where no run had begun, so that nothing was spent."""
         if self._session is None:
             return None
-        if self._session.replay is not None:  # it has no steps beyond its plan
+        if self._session.replayable:  # it has no steps beyond its plan
             return min(self._next_step, self._session.planned_steps - 1)
         return self._next_step

@@ -49,6 +49,8 @@ class Account(Budget, Command):
         reason = None
         if not found:
             reason = certificate.CHANGED
+        elif document["epsilon"] is None:
+            reason = certificate.UNBOUNDED
         elif not all(claim.holds for claim in found):
             reason = "its own numbers give a larger epsilon than it states"
         self.show(
@@ -67,14 +69,21 @@ class Account(Budget, Command):
 
         tally = ledger.read(path)
         delta = USUAL_DELTA if self.delta is None else self.delta
-        planned = len(tally.trials) == 1
+        planned = len({trial.plan for trial in tally.trials}) == 1
         if planned:
             ((event, count),) = tally.events.items()
             spent = accounting.epsilon(**asdict(event), steps=count, delta=delta)
         else:
             spent = accounting.filter_epsilon(tally.events, delta=delta)
         runs = [
-            {"run": t.run, **asdict(t.event), "planned_steps": t.planned_steps, "seeded": t.replayable, "events": count}
+            {
+                "run": t.run,
+                "beginning": t.beginning,
+                **asdict(t.event),
+                "planned_steps": t.planned_steps,
+                "seeded": t.replayable,
+                "events": count,
+            }
             for t, count in tally.trials.items()
         ]
         rule = "PLD" if planned else "RDP filter"
