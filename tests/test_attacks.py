@@ -500,3 +500,196 @@ def test_a_parameter_without_axes_is_taken_like_any_other() -> None:
     x = rows(3, 4)
     expected = (2 * 2.0 * x.square().sum(1)).clamp(max=C).sum()
     assert torch.allclose(summed(stepped(nn.Sequential(Scaled())), (x,)), expected.double(), rtol=1e-4)
+
+
+class PositionTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(rows(8, 4, seed=5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table[ids].unsqueeze(0)
+
+
+class Gate(nn.Module):
+    """Adds what the rows of a table come to, behind a gate."""
+
+    def __init__(self, gate: float) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.full((4,), gate))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return x + self.gate * torch.tanh(table).sum(0)
+
+
+class Tabled(nn.Module):
+    """A table of eight rows that every sample gets whole."""
+
+    def __init__(self, module: nn.Module, table: Tensor) -> None:
+        super().__init__()
+        self.module = module
+        self.register_buffer("table", table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.module, PositionTable):
+            return torch.tanh(x.unsqueeze(1) + self.module(self.table))
+        found: Tensor = self.module(x, self.table)
+        return found
+
+
+@pytest.mark.parametrize("samples", [7, 8, 9])
+@pytest.mark.parametrize(
+    "kind", ["positions", "closed gate", "beside a huge sample", "beside a sample without a number"]
+)
+def test_a_table_with_as_many_rows_as_there_are_samples_is_not_taken_for_theirs(kind: str, samples: int) -> None:
+    positions = kind == "positions"
+    module = PositionTable() if positions else Gate(0.0 if kind == "closed gate" else 1.0)
+    model = Tabled(module, torch.arange(8) if positions else 5 * rows(8, 4, seed=6))
+    x = 10 * rows(samples, 4).abs()
+    if kind == "huge sample":
+        x[-1] = 1e8
+    if kind == "sample without a number":
+        x[3] = float("nan")
+    expected = torch.zeros_like(torch.cat([p.flatten() for p in model.parameters()]), dtype=torch.float64)
+    for single in x:
+        found = torch.autograd.grad(squares(model, (single[None],)).sum(), list(model.parameters()))
+        gradient = torch.cat([g.flatten() for g in found]).double()
+        if bool(gradient.isfinite().all()):
+            expected += gradient * min(1.0, C / float(gradient.norm()))
+    step = stepped(model)
+    summed(step, (10 * rows(2, 4, seed=7).abs(),))  # the check is on other samples
+    assert torch.allclose(summed(step, (x,)), expected, atol=1e-5)
+
+
+class Packed(nn.Module):
+    """A layer on the real tokens of all samples, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(x[mask]))
+        return torch.zeros(len(x), 4).index_add(0, mask.nonzero()[:, 0], hidden)
+
+
+def test_rows_picked_from_samples_of_unlike_length_are_refused_where_their_number_happens_to_fit() -> None:
+    """One record of 260 tokens among 255 of 4 is 5 tokens a record on average: 26 C before."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        found: Tensor = (model(batch[0], batch[1]) * batch[2]).sum(1)
+        return found
+
+    samples, longest = 256, 260
+    x, weights = 3 * rows(samples, longest, 4), 10 * rows(samples, 4, seed=2)
+    mask = torch.arange(longest).expand(samples, -1) < 4
+    step = stepped(Packed(), loss)
+    alike = (x[1:], mask[1:], weights[1:])
+    assert float(summed(step, alike).norm()) > 0.0  # equally many of each: exact, as the check has found
+    mask = mask.clone()
+    mask[0] = True
+    with pytest.raises(ValueError, match=r"rows of layer 'layer' .* not equally many of each sample"):
+        step.accumulate((x, mask, weights))
+
+
+class FromThree(nn.Module):
+    """Mixes samples where there are three or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x - x.mean(0) if len(x) > 2 else x)
+        return found
+
+
+def test_samples_that_are_mixed_from_three_on_are_refused() -> None:
+    step = stepped(FromThree())
+    step.accumulate((rows(2, 4),))
+    with pytest.raises(ValueError, match="depends on the other samples of its batch where there are more than two"):
+        step.accumulate((rows(5, 4),))
+
+
+class PaddedTogether:
+    """What a transform of a whole batch does: pads to the longest of those asked for."""
+
+    def __init__(self, records: list[tuple[Tensor, int]]) -> None:
+        self.records = records
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.records[index]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        some = [self.records[index] for index in indices]
+        return list(zip(pad_sequence([ids for ids, _ in some], batch_first=True), [y for _, y in some], strict=True))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_dataset_that_pads_what_it_gives_together_is_checked_like_a_collate_function(masked: bool) -> None:
+    torch.manual_seed(0)
+    model = Pooled(masked)
+    records = [(torch.randint(1, 50, (length,)), length % 2) for length in [5] * 40 + [200]]
+
+    def made() -> pmlf.PrivateRun:
+        return pmlf.make_private(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            dataset=PaddedTogether(records),
+            loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"),
+            noise_multiplier=1.0,
+            target_delta=1e-3,
+            batch_size=8.0,
+            steps=1,
+        )
+
+    if masked:
+        assert made().steps == 1
+    else:
+        with pytest.raises(ValueError, match="changes with the records that it is collated with"):
+            made()
+
+
+class DrawsChance(PaddedTogether):
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        return [(ids + torch.randint(0, 2, ids.shape), y) for ids, y in super().__getitems__(indices)]
+
+
+def test_a_dataset_that_draws_chance_is_no_fault() -> None:
+    records = [(torch.randint(1, 48, (6,), generator=torch.Generator().manual_seed(i)), i % 2) for i in range(40)]
+    model = Pooled(masked=True)
+    run = pmlf.make_private(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        dataset=DrawsChance(records),
+        loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"),
+        noise_multiplier=1.0,
+        target_delta=1e-3,
+        batch_size=8.0,
+        steps=1,
+    )
+    run.step(next(run.batches()))
+    assert run.steps_done == 1
+
+
+def test_what_a_forward_pass_writes_into_a_frozen_parameter_by_data_is_never_released() -> None:
+    class Leaking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 40:  # when every check is over
+                self.frozen.weight.data[0] += x.mean()
+            found: Tensor = self.layer(x) + self.frozen(x)
+            return found
+
+    step = stepped(Leaking())
+    with pytest.raises(RuntimeError, match="must not rewrite frozen parameters"):
+        for _ in range(60):
+            summed(step, (rows(3, 4),))

@@ -10,166 +10,19 @@ parameters rewritten from the data; an input changed in place after a layer used
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pmlf.half_precision import without_autocast
-from pmlf.layers import Call, Contribution, Rule, by_vmap, rule_for
+from pmlf.layers import Call, Contribution, by_vmap
+from pmlf.plan import Plan
+from pmlf.recording import Recorder, hooked, refuse_reentrant_checkpoint
 
 LossFunction = Callable[[Any, Any], Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Watched:
-    """A module whose own parameters are trained: its local parameter names and their names in the model."""
-
-    name: str
-    own: Mapping[str, str]
-    rule: Rule | None  # None: by vmap
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How every trainable parameter of a model gets its per-sample gradient; made once, holds names only."""
-
-    parameters: tuple[str, ...]
-    watched: tuple[Watched, ...]
-    expanded: frozenset[str]  # bare parameters of leading size 1, replaced by one copy a sample
-    convolved: frozenset[str]  # weights of 2d convolutions, which are faster in channels-last order
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Plan:
-        """Decide for every trainable parameter; one that has no safe way is an error that names it."""
-        names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-        if not names:
-            raise ValueError("every parameter of the model is frozen: set requires_grad on those to train")
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and not parameter.is_floating_point():
-                raise ValueError(
-                    f"parameter {name!r} is {parameter.dtype}, and noise is real: keep its real and imaginary parts as "
-                    "a real parameter (torch.view_as_real) and join them in forward"
-                )
-        watched: list[Watched] = []
-        expanded: set[str] = set()
-        convolved: set[str] = set()
-        for module_name, module in model.named_modules():
-            own = {local: names[id(p)] for local, p in module._parameters.items() if p is not None and id(p) in names}
-            if not own:
-                continue
-            rule = rule_for(module)
-            if rule is not None and isinstance(module, nn.Conv2d):
-                convolved.update(name for local, name in own.items() if local == "weight")
-            if rule is None:
-                bare = {local: name for local, name in own.items() if not _expands(module._parameters[local])}
-                expanded.update(name for local, name in own.items() if local not in bare)
-                if bare and module is model:
-                    raise ValueError(
-                        f"parameter {next(iter(bare.values()))!r} belongs to the model itself and has no batch axis of "
-                        "size 1: give it one (shape (1, ...)), or move it with the code that uses it into a submodule"
-                    )
-                own = bare
-            if own:
-                watched.append(Watched(name=module_name, own=own, rule=rule))
-        by_rule = {name for module in watched if module.rule is not None for name in module.own.values()}
-        by_vmap = {name for module in watched if module.rule is None for name in module.own.values()}
-        clash = (expanded & by_rule) | (expanded & by_vmap) | (by_rule & by_vmap)
-        if clash:
-            raise ValueError(
-                f"parameter {min(clash)!r} is shared between layers with a rule and without: give each its own"
-            )
-        return cls(
-            parameters=tuple(names.values()),
-            watched=tuple(watched),
-            expanded=frozenset(expanded),
-            convolved=frozenset(convolved),
-        )
-
-
-def _expands(parameter: Tensor | None) -> bool:
-    """Class tokens and position tables: shape (1, ...). A bare (1,) is a scalar in disguise, not a batch axis."""
-    return parameter is not None and parameter.ndim >= 2 and parameter.shape[0] == 1
-
-
-class _Seen(NamedTuple):
-    """One call of a watched module, in the forward pass."""
-
-    watched: Watched
-    module: nn.Module
-    args: tuple[Any, ...]
-    named_args: dict[str, Any]
-    shape: torch.Size  # of the output, with its batch axis
-    output: Tensor | None  # where the layer has no rule
-
-
-@dataclass
-class _Recorder:
-    """What the hooks of one forward pass saw."""
-
-    samples: int
-    recording: bool = True
-    seen: list[_Seen] = field(default_factory=list)
-    edges: list[GradientEdge] = field(default_factory=list)
-    versions: list[list[tuple[Tensor, int]]] = field(default_factory=list)
-    without_grad: list[str] = field(default_factory=list)
-
-    def hook(self, watched: Watched) -> Callable[..., Any]:
-        def record(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> Tensor | None:
-            if not self.recording:
-                return None
-            if not torch.is_grad_enabled():
-                self.without_grad.append(watched.name)
-                return None
-            result = self._with_batch_axis(watched, module, output)
-            if not result.requires_grad:
-                return None
-            args, named = tuple(map(_detached, args)), {key: _detached(value) for key, value in named.items()}
-            # a copy: what comes after the layer may change its output in place
-            kept = result.detach().clone() if watched.rule is None and len(args) + len(named) > 1 else None
-            self.seen.append(_Seen(watched, module, args, named, result.shape, kept))
-            whole = _whole(result)
-            self.edges.append(get_gradient_edge(whole))
-            needs_input = watched.rule is None or set(watched.own) != {"bias"}
-            fixed = [t for t in (*args, *named.values()) if isinstance(t, Tensor)] if needs_input else []
-            if whole._is_view() and whole is output:  # an in-place change would go around the edge
-                fixed.append(whole.detach())
-            self.versions.append([(tensor, tensor._version) for tensor in fixed])
-            return result if result is not output else None
-
-        return record
-
-    def _with_batch_axis(self, watched: Watched, module: nn.Module, output: Any) -> Tensor:
-        what = f"layer {watched.name!r} ({type(module).__name__})"
-        if not isinstance(output, Tensor):
-            raise ValueError(
-                f"{what} has parameters of its own, no rule, and returns a {type(output).__name__} instead of a "
-                "tensor: freeze it or build it from layers with rules"
-            )
-        leading = output.shape[0] if output.ndim else 0
-        if leading == 1 and self.samples > 1:  # position embeddings: no batch axis of their own
-            return output.expand(self.samples, *output.shape[1:])
-        if leading == 0 or leading % self.samples:
-            raise ValueError(
-                f"axis 0 of what {what} returned, an output with {output.ndim} axes, does not count the samples: put "
-                "the batch first (batch_first=True where the module has it, a leading axis of 1 for positions)"
-            )
-        return output
-
-    def forget(self) -> None:
-        self.seen, self.edges, self.versions = [], [], []
-
-    def refuse_changed_inputs(self) -> None:
-        for seen, fixed in zip(self.seen, self.versions, strict=True):
-            if any(tensor._version != version for tensor, version in fixed):
-                raise ValueError(
-                    f"the input of layer {seen.watched.name!r} ({type(seen.module).__name__}), or its output where "
-                    "that is a view, was changed in place after the layer ran: make that operation out of place"
-                )
 
 
 @contextmanager
@@ -208,19 +61,28 @@ def capture(
     frozen = {name: (p, p._version) for name, p in parameters.items() if not p.requires_grad}
     originals = {**parameters, **buffers}
     replacements = {id(originals[name]): tensor for name, tensor in {**leaves, **copies}.items()}
-    recorder = _Recorder(samples)
-    with _hooked(model, plan, recorder), _no_autocast_cache(), _swapped(model, replacements):
+    recorder = Recorder(samples)
+    with hooked(model, plan, recorder), _no_autocast_cache(), _swapped(model, replacements):
         loss = per_sample_loss(_called(loss_fn, model, batch, plan), samples)
         recorder.recording = False
         if recorder.without_grad:
-            _refuse_reentrant_checkpoint(loss, recorder.without_grad)
+            refuse_reentrant_checkpoint(loss, recorder.without_grad)
         wanted: list[Any] = [*recorder.edges, *(leaves[name] for name in sorted(plan.expanded))]
         if not wanted:
             raise ValueError(
                 f"no layer with trained parameters ran, and {plan.parameters[0]!r}, for example, was used in another "
                 "way: keep parameters in the module whose forward uses them"
             )
-        grads = torch.autograd.grad(loss, wanted, grad_outputs=torch.full_like(loss, weight), allow_unused=True)
+        folded = [i for i, seen in enumerate(recorder.seen) if seen.shape[0] != samples]
+        grads = torch.autograd.grad(
+            loss, wanted, torch.full_like(loss, weight), allow_unused=True, retain_graph=bool(folded)
+        )
+        if folded:
+            marks = _marks(loss)
+            marked = torch.autograd.grad(loss, [recorder.edges[i] for i in folded], weight * marks, allow_unused=True)
+            for index, rows in zip(folded, marked, strict=True):
+                recorder.refuse_rows_of_others(index, grads[index], rows, marks)
+            del marked
         now = dict(model.named_buffers())
         rewritten = [n for n, copy in copies.items() if now.get(n) is not copy or not same_bits(copy, buffers[n])]
     del loss, wanted
@@ -258,6 +120,11 @@ def capture(
     for name, grad in zip(sorted(plan.expanded), bare, strict=True):
         if grad is not None:
             yield name, grad.detach().clone()  # autograd may give two parameters views of one tensor
+
+
+def _marks(loss: Tensor) -> Tensor:
+    """A power of two for every sample, another one than its neighbours': scaling by it rounds nothing."""
+    return 0.5 ** (torch.arange(len(loss), device=loss.device) % 7).to(loss)
 
 
 def _called(loss_fn: LossFunction, model: nn.Module, batch: Any, plan: Plan) -> Any:
@@ -339,17 +206,6 @@ def _module_values(model: nn.Module, module: nn.Module, values: Mapping[str, Ten
 
 
 @contextmanager
-def _hooked(model: nn.Module, plan: Plan, recorder: _Recorder) -> Iterator[None]:
-    with ExitStack() as stack:
-        for watched in plan.watched:
-            module = model.get_submodule(watched.name)
-            # First in line: a user's own hook may change the output, and its factor belongs to the gradient.
-            handle = module.register_forward_hook(recorder.hook(watched), with_kwargs=True, prepend=True)
-            stack.callback(handle.remove)
-        yield
-
-
-@contextmanager
 def _no_autocast_cache() -> Iterator[None]:
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -359,35 +215,3 @@ def _no_autocast_cache() -> Iterator[None]:
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(enabled)
-
-
-def _refuse_reentrant_checkpoint(loss: Tensor, layers: Sequence[str]) -> None:
-    waiting: list[Node | None] = [loss.grad_fn]
-    seen: set[Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            raise ValueError(
-                f"layer {layers[0]!r} runs under reentrant checkpointing, which hides its gradient: checkpoint with "
-                "use_reentrant=False"
-            )
-        waiting.extend(next_node for next_node, _ in node.next_functions)
-
-
-def _whole(output: Tensor) -> Tensor:
-    """Where to take the gradient of an output: at its base where it is a reshape of that.
-
-    `Linear` on more than two axes returns such a view, and an in-place activation on a view goes around the view's own
-    node in the graph, but not around its base's.
-    """
-    base = output._base
-    if base is None or base.numel() != output.numel() or not (base.is_contiguous() and output.is_contiguous()):
-        return output
-    return base
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value

@@ -14,12 +14,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook
 
 from pmlf.batches import batch_size, select
-from pmlf.capture import LossFunction, Plan, capture, per_sample_loss, rewritten_by_forward, same_bits
+from pmlf.capture import LossFunction, capture, per_sample_loss, rewritten_by_forward, same_bits
 from pmlf.factors import Factors
 from pmlf.gradients import SumBuffers, Workspace, squared_norms
 from pmlf.half_precision import deadly_bfloat16_refused
 from pmlf.momentum import SampleMomentum, clip_factors
 from pmlf.noise import SeededRandomness, torch_seeded
+from pmlf.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from pmlf.arguments import require_positive
 from pmlf.batches import batch_size, to_dtype, without
-from pmlf.capture import LossFunction, Plan, capture
+from pmlf.capture import LossFunction, capture
 from pmlf.comparison import Subject, clipped_sum, singles, subtract_plain, trained, undisturbed
 from pmlf.gradients import SumBuffers, Workspace
 from pmlf.methods import Method, resolve
 from pmlf.momentum import SampleMomentum
+from pmlf.plan import Plan
 from pmlf.validation import check_samples, modes_to_check, refuse_unsafe_model
 
 LARGEST_SENSITIVITY = 1.0 + 1e-4  # over the clip norm: what rounding may add to one sample's part

@@ -155,9 +155,9 @@ def by_vmap(call: Call, wanted: Collection[str], values: Mapping[str, Tensor]) -
     """Per-sample gradients of a module's own parameters by running it again, one sample at a time, under vmap.
 
     `values` are all of the module's parameters at the evaluation point. For modules without a rule whose parameters
-    are used in their own forward pass; refused where that draws randomness. Of several arguments it is not said which
-    have a row for every sample, and the length of one that has not may happen to be the same: then those are taken that
-    give the output again.
+    are used in their own forward pass; refused where that draws randomness. It is not said which arguments have a row
+    for every sample, and the length of one that has not may happen to be the same: those are taken that give the output
+    again, at other parameters too, since a gate of zeros hides what is behind it.
     """
     if call.grad.shape[0] != call.samples:
         raise ValueError(
@@ -167,6 +167,7 @@ def by_vmap(call: Call, wanted: Collection[str], values: Mapping[str, Tensor]) -
     values = {name: full_precision(value) for name, value in values.items()}  # as the arguments below
     own = {name: values[name] for name in wanted}
     rest = {name: value for name, value in values.items() if name not in own}
+    elsewhere = {name: value + 0.1 + 0.3 * value.abs() for name, value in own.items()}
     names = list(call.named_args)
     arguments = [
         full_precision(argument) if isinstance(argument, Tensor) else argument
@@ -174,23 +175,30 @@ def by_vmap(call: Call, wanted: Collection[str], values: Mapping[str, Tensor]) -
     ]
     fitting = [i for i, a in enumerate(arguments) if isinstance(a, Tensor) and a.ndim > 0 and len(a) == call.samples]
 
-    def output(own: Mapping[str, Tensor], mapped: Sequence[int], rows: Sequence[Tensor]) -> Tensor:
-        given = [rows[mapped.index(i)].unsqueeze(0) if i in mapped else a for i, a in enumerate(arguments)]
+    def called(own: Mapping[str, Tensor], given: Sequence[Any]) -> Tensor:
         positional = tuple(given[: len(call.args)])
         named = dict(zip(names, given[len(call.args) :], strict=True))
         found: Tensor = torch.func.functional_call(call.module, {**rest, **own}, positional, named)
-        return found.squeeze(0)
+        return found
+
+    def output(own: Mapping[str, Tensor], mapped: Sequence[int], rows: Sequence[Tensor]) -> Tensor:
+        given = [rows[mapped.index(i)].unsqueeze(0) if i in mapped else a for i, a in enumerate(arguments)]
+        return called(own, given).squeeze(0)
 
     def by_row(mapped: Sequence[int]) -> tuple[Tensor, ...]:
         return tuple(arguments[i] for i in mapped)
 
     def gives_the_output(mapped: Sequence[int]) -> bool:
+        def outputs(own: Mapping[str, Tensor]) -> Tensor:
+            if not mapped:  # one output for all: positions, say
+                one = output(own, (), ())
+                return one.expand(call.samples, *one.shape)
+            return torch.func.vmap(lambda rows: output(own, mapped, rows))(by_row(mapped))
+
         assert call.output is not None
-        try:
-            outputs = torch.func.vmap(lambda rows: output(own, mapped, rows))(by_row(mapped))
-        except (RuntimeError, ValueError):
-            return False
-        return outputs.shape == call.output.shape and _close(outputs, call.output)
+        there = called(elsewhere, arguments)
+        there = there.expand(call.samples, *there.shape[1:]) if there.shape[0] == 1 else there
+        return _rows_agree(outputs(own), call.output) and _rows_agree(outputs(elsewhere), there)
 
     def gradients(mapped: Sequence[int]) -> dict[str, Contribution]:
         per_sample = torch.func.vmap(
@@ -201,13 +209,15 @@ def by_vmap(call: Call, wanted: Collection[str], values: Mapping[str, Tensor]) -
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="There is a performance drop")  # slow is better than wrong
-            if len(fitting) <= 1:
-                return gradients(fitting)
-            for count in range(len(fitting), 0, -1):
+            reason: Exception = ValueError("its arguments, row by row, do not give its output again")
+            for count in range(len(fitting), -1, -1):
                 for mapped in combinations(fitting, count):
-                    if gives_the_output(mapped):
-                        return gradients(mapped)
-            raise ValueError("its arguments, row by row, do not give its output again")
+                    try:
+                        if gives_the_output(mapped):
+                            return gradients(mapped)
+                    except (RuntimeError, ValueError) as error:  # these rows do not fit; others may
+                        reason = error
+            raise reason
     except (RuntimeError, ValueError) as error:
         raise ValueError(
             f"module {call.name!r} ({type(call.module).__name__}) has no rule for its parameters {sorted(wanted)} and "
@@ -231,11 +241,14 @@ def _channel_sum(call: Call, tensor: Tensor) -> Tensor:
     return tensor.reshape(call.samples, -1, tensor.shape[1], tensor[0, 0].numel()).sum((1, 3))
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    """But for rounding, which is coarse in half precision."""
+def _rows_agree(one: Tensor, other: Tensor) -> bool:
+    """Row by row but for rounding, which is coarse in half precision; rows that are not finite tell nothing."""
+    if one.shape != other.shape:
+        return False
     half = other.dtype in (torch.bfloat16, torch.float16)
-    distance = torch.linalg.vector_norm(full_precision(one) - full_precision(other))
-    return bool(distance <= (2e-2 if half else 1e-4) * torch.linalg.vector_norm(full_precision(other)))
+    first, second = (full_precision(tensor).reshape(len(tensor), -1) for tensor in (one, other))
+    distance, lengths = (torch.linalg.vector_norm(rows, dim=1) for rows in (first - second, second))
+    return bool(((distance <= (2e-2 if half else 1e-4) * lengths + 1e-30) | ~distance.isfinite()).all())
 
 
 def _first_line(error: Exception) -> str:

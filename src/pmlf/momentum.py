@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from pmlf import choice
-from pmlf.capture import LossFunction, Plan, capture
+from pmlf.capture import LossFunction, capture
 from pmlf.factors import Factors
 from pmlf.gradients import ParameterGradient, Workspace, squared_norms
 from pmlf.half_precision import without_autocast
 from pmlf.layers import Contribution
+from pmlf.plan import Plan
 
 Clipping = Literal["flat", "automatic"]
 CLIPPINGS: tuple[Clipping, ...] = ("flat", "automatic")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from pmlf.arguments import is_number, require_count
 from pmlf.batches import batch_size as size_of
-from pmlf.batches import to_device
+from pmlf.batches import tensors_of, to_device
 from pmlf.noise import Randomness
 
 
@@ -142,6 +142,35 @@ class _Draws:
         self._for_caller[self._next] = list(chunks)
         self._for_loader.extend(chunks)
         self._next += 1
+
+
+def collation(
+    dataset: Any, looked_at: Sequence[int], collate_fn: Callable[[list[Any]], Any] | None
+) -> Callable[[list[int]], Any]:
+    """Batches of the records looked at, put together as a DataLoader does; each record is the same each time."""
+    collate = collate_fn or default_collate
+    alone = {index: fetched(dataset, [index])[0] for index in looked_at}
+    first, again = (
+        [*tensors_of(collate([record]))] for record in (alone[looked_at[0]], *fetched(dataset, looked_at[:1]))
+    )
+    steady = len(first) == len(again) and all(map(torch.equal, first, again))
+
+    def batch_of(indices: list[int]) -> Any:
+        together = steady and len(indices) > 1  # a dataset that draws chance cannot be asked twice
+        return collate(fetched(dataset, indices) if together else [alone[index] for index in indices])
+
+    return batch_of
+
+
+def fetched(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    """Records as a DataLoader takes them: together where the dataset has a way of its own."""
+    if takes_together(dataset):
+        return list(dataset.__getitems__(list(indices)))
+    return [dataset[index] for index in indices]
+
+
+def takes_together(dataset: Any) -> bool:
+    return callable(getattr(dataset, "__getitems__", None))
 
 
 def population(dataset: Any) -> int:

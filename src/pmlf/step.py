@@ -16,15 +16,17 @@ from torch import Tensor, nn
 
 from pmlf.arguments import is_number, require_positive
 from pmlf.batches import batch_size, select, to_device
-from pmlf.capture import LossFunction, Plan
+from pmlf.capture import LossFunction
 from pmlf.comparison import Subject
 from pmlf.filters import FilterMemory
+from pmlf.fingerprint import Fingerprint, fingerprint
 from pmlf.gradients import SumBuffers, Workspace
 from pmlf.methods import Method, resolve
 from pmlf.momentum import CLIPPINGS, Clipping, SampleMomentum
 from pmlf.noise import LARGEST_STD, Randomness, SeededRandomness, keyed_uniforms, randomness_from, torch_seeded
+from pmlf.plan import Plan
 from pmlf.points import History
-from pmlf.validation import check_augmentation, check_collation, check_samples, refuse_unsafe_model
+from pmlf.validation import check_augmentation, check_collation, check_losses, check_samples, refuse_unsafe_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,8 @@ class PrivateStep:
         self._releases = 0
         self._pending: _Pending | None = None
         self._torn = False
-        self._checked = 0  # samples of the largest check passed: 0, 1 or 2
+        self._checked = 0  # samples of the largest check of gradients passed: 0, 1 or 2
+        self._checked_together = False  # whether a whole micro-batch of more was looked at
         self._modes = self._training_flags()  # in which it was passed
 
     # What is accounted for is fixed at the start: less noise for some of the steps would be spent and not counted.
@@ -173,7 +176,7 @@ class PrivateStep:
         named = self._unchanged()
         size = batch_size(micro_batch)
         micro_batch = to_device(micro_batch, _device(named))
-        pending = self._pending or _Pending(fingerprint=_fingerprint(named))
+        pending = self._pending or _Pending(fingerprint=fingerprint(self.model.parameters()))
         if size == 0:
             self._pending = pending
             return
@@ -283,19 +286,26 @@ class PrivateStep:
         return [augmented(self.augmentation, 0)] * points
 
     def _check_first(self, batch: Any, size: int) -> None:
-        """Once on a single sample and once on a pair: do factors and plain autograd agree, sample by sample?"""
-        few = min(size, 2)
+        """Once on a single sample and once on a pair: do factors and plain autograd agree, sample by sample?
+
+        And once on more: samples may be mixed only where there are so many.
+        """
         if self._training_flags() != self._modes:  # another mode is another model
             refuse_unsafe_model(self.model)
-            self._modes, self._checked = self._training_flags(), 0
-        if self._checked >= few:
-            return
-        batch = select(batch, slice(0, few))
-        if self.augmentation is not None:
-            uniforms = keyed_uniforms(SeededRandomness(0).stream("check"), torch.arange(few), self.augmentation.draws)
-            check_augmentation(self.augmentation.function, batch, uniforms)
-        if check_samples(self._subject, batch):
-            self._checked = few
+            self._modes = self._training_flags()
+            self.check_again()
+        few = min(size, 2)
+        if self._checked < few:
+            pair = select(batch, slice(0, few))
+            if self.augmentation is not None:
+                stream = SeededRandomness(0).stream("check")
+                uniforms = keyed_uniforms(stream, torch.arange(few), self.augmentation.draws)
+                check_augmentation(self.augmentation.function, pair, uniforms)
+            if check_samples(self._subject, pair):
+                self._checked = few
+        if size > 2 and not self._checked_together:
+            check_losses(self._subject, batch)
+            self._checked_together = True
 
     def _training_flags(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self.model.modules())
@@ -304,13 +314,13 @@ class PrivateStep:
     def _subject(self) -> Subject:
         return Subject(model=self.model, plan=self._plan, loss_fn=self.loss_fn, clip_norm=self.clip_norm)
 
-    def check_collation(self, records: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
-        """Refuse a `collate` by which records change each other's gradients, by padding or otherwise."""
-        check_collation(self._subject, records, collate)
+    def check_collation(self, indices: Sequence[int], batch_of: Callable[[list[int]], Any]) -> None:
+        """Refuse a `batch_of` some indices by which records change each other's gradients, by padding or otherwise."""
+        check_collation(self._subject, indices, batch_of)
 
     def check_again(self) -> None:
         """Look at the samples to come as at the first ones: those so far were synthetic."""
-        self._checked = 0
+        self._checked, self._checked_together = 0, False
 
     def _refuse_torn(self) -> None:
         if self._torn:
@@ -327,10 +337,11 @@ class PrivateStep:
                 f"the set of trainable parameters changed since the step was built ({', '.join(changed)}): "
                 "build a new PrivateStep"
             )
-        if self._pending is not None and self._pending.fingerprint != _fingerprint(named):
+        if self._pending is not None and self._pending.fingerprint != fingerprint(self.model.parameters()):
             raise RuntimeError(
                 "parameters changed between accumulate and release, so the pending sum is of another iterate: "
-                "call optimizer.step() only after release(), or discard() the sum"
+                "call optimizer.step() only after release(), or discard() the sum; a forward pass must not rewrite "
+                "frozen parameters, which would carry the data without noise"
             )
         return named
 
@@ -352,7 +363,7 @@ class _Mechanism:
 class _Pending:
     """The sum of a logical batch so far. Replaced as a whole, so that an interrupted accumulate changes nothing."""
 
-    fingerprint: tuple[tuple[int, int], ...]
+    fingerprint: Fingerprint
     sums: dict[str, Tensor] | None = None
     samples: int = 0
     micro_batches: int = 0
@@ -360,18 +371,3 @@ class _Pending:
 
 def _device(named: Mapping[str, Tensor]) -> torch.device:
     return next(iter(named.values())).device
-
-
-def _fingerprint(named: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
-    """Version and a sum of the bits of each parameter: `p.data` can be changed without a new version."""
-    return tuple((p._version, _bit_sum(p.detach())) for p in named.values())
-
-
-def _bit_sum(tensor: Tensor) -> int:
-    """Sum of a tensor's memory in 64-bit words, modulo 2^64: no conversion, so no copy."""
-    flat, each = tensor.contiguous().view(-1), 8 // tensor.element_size()
-    if flat.storage_offset() % each:  # in the middle of a word
-        flat = flat.clone()
-    whole = flat.numel() - flat.numel() % each
-    rest = flat[whole:].view(torch.uint8).sum() if whole < flat.numel() else 0
-    return int(flat[:whole].view(torch.int64).sum()) + int(rest)

@@ -26,7 +26,7 @@ from pmlf.methods import Method
 from pmlf.momentum import Clipping
 from pmlf.noise import Randomness, SecureRandomness, SeededRandomness
 from pmlf.run import PrivateRun
-from pmlf.sampling import PoissonBatches, population
+from pmlf.sampling import PoissonBatches, collation, fetched, population, takes_together
 from pmlf.sizing import EXAMPLES, physical_batch_size
 from pmlf.spending import Spending, continued_noise
 from pmlf.step import Augmentation, PrivateStep
@@ -122,13 +122,12 @@ def make_private(
         augmentation=augmentation,
         secure_noise=secure_noise,
     )
-    if collate_fn is not None:  # the usual one does not pad
+    if collate_fn is not None or takes_together(dataset):  # else records come one by one, and are not padded
         extremes = () if lengths is None else (int(lengths.argmin()), int(lengths.argmax()))
         looked_at = sorted({*range(min(_COLLATED, records)), *extremes})
-        private_step.check_collation([dataset[index] for index in looked_at], collate_fn)
+        private_step.check_collation(looked_at, collation(dataset, looked_at, collate_fn))
     if isinstance(max_physical_batch_size, str) and max_physical_batch_size == "auto":
-        first = [dataset[index] for index in range(min(EXAMPLES, records))]
-        example = (collate_fn or default_collate)(first)
+        example = (collate_fn or default_collate)(fetched(dataset, range(min(EXAMPLES, records))))
         most = math.ceil(batch_size + 4 * math.sqrt(batch_size))  # hardly any draw is larger
         max_physical_batch_size = physical_batch_size(private_step, example, most=min(most, records))
     sampler = PoissonBatches(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,34 +141,60 @@ def _refuse_mixed_losses(subject: Subject, batch: Any) -> None:
             )
 
 
-def check_collation(subject: Subject, records: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
-    """A record must come out of `collate` alike alone and with others, but for padding that changes no gradient.
+def check_losses(subject: Subject, batch: Any) -> None:
+    """A sample's loss must be the same in a whole micro-batch and in half of it: two samples may be mixed by nothing
+    that more are mixed by."""
+    half = batch_size(batch) // 2
+
+    def losses(of: Subject, some: Any, training: bool) -> tuple[Tensor, bool]:
+        with undisturbed(of.model, training=training), half_precision_seen() as half_precision, torch.no_grad():
+            parts = list(tensors_of(of.loss_fn(of.model, some)))
+            each = [part.double().reshape(batch_size(some), -1).sum(1) for part in parts]
+            return torch.stack(each).sum(0).cpu(), bool(half_precision)
+
+    def agree(of: Subject, whole: Any, training: bool) -> bool:
+        together, half_precision = losses(of, whole, training)
+        apart = [losses(of, select(whole, part), training)[0] for part in (slice(0, half), slice(half, None))]
+        tolerance = tolerance_for(half_precision).relative
+        return torch.allclose(together, torch.cat(apart), rtol=2 * tolerance, atol=1e-6, equal_nan=True)
+
+    for training in modes_to_check(subject, batch):
+        if agree(subject, batch, training):
+            continue
+        try:  # rounding may choose another expert, another maximum
+            settled = agree(subject.in_double(), to_dtype(batch, torch.float64), training)
+        except Exception:  # a model that cannot be copied, a loss that cannot be taken in float64
+            settled = False
+        if not settled:
+            raise ValueError(
+                "a sample's loss depends on the other samples of its batch where there are more than two: look for an "
+                "operation across axis 0 in the model or in loss_fn"
+            )
+
+
+def check_collation(subject: Subject, indices: Sequence[int], batch_of: Callable[[list[int]], Any]) -> None:
+    """A record must come out of `batch_of` alike alone and with others, but for padding that changes no gradient.
 
     The longest record is put together with short ones, until a pair of gradients tells something.
     """
     device = next(subject.model.parameters()).device
-    alone = [to_device(collate([record]), device) for record in records]
-    shapes = [[tuple(tensor.shape[1:]) for tensor in tensors_of(single)] for single in alone]
-    order = sorted(range(len(records)), key=lambda i: (sum(map(math.prod, shapes[i])), shapes[i], i))
+    alone = {index: to_device(batch_of([index]), device) for index in indices}
+    shapes = {index: [tuple(tensor.shape[1:]) for tensor in tensors_of(single)] for index, single in alone.items()}
+    order = sorted(indices, key=lambda i: (sum(map(math.prod, shapes[i])), shapes[i], i))
     for short in order[:_COLLATED_PAIRS]:
-        if short != order[-1] and _collates(subject, records, collate, alone, short, order[-1]):
+        if short != order[-1] and _collates(subject, batch_of, alone, short, order[-1]):
             return
 
 
 def _collates(
-    subject: Subject,
-    records: Sequence[Any],
-    collate: Callable[[list[Any]], Any],
-    alone: Sequence[Any],
-    short: int,
-    long: int,
+    subject: Subject, batch_of: Callable[[list[int]], Any], alone: Mapping[int, Any], short: int, long: int
 ) -> bool:
     """Whether two records told something; refused if they are not the same together and apart."""
     device = next(subject.model.parameters()).device
-    pair = to_device(collate([records[short], records[long]]), device)
+    pair = to_device(batch_of([short, long]), device)
     told = check_samples(subject, pair)
     apart = [alone[short], alone[long]]
-    again = to_device(collate([records[short], records[long]]), device)
+    again = to_device(batch_of([short, long]), device)
     if not all(torch.equal(one, other) for one, other in zip(tensors_of(pair), tensors_of(again), strict=True)):
         raise ValueError(
             "collate_fn makes another batch of the same records each time, so that it cannot be checked: draw chance "
@@ -183,8 +209,8 @@ def _collates(
         return told
     raise ValueError(
         "a record's gradient changes with the records that it is collated with, by padding or otherwise, so that one "
-        "record moves the others' gradients: mask the padding in the model and in loss_fn, or have collate_fn pad to a "
-        "fixed length; mix no records in collate_fn"
+        "record moves the others' gradients: mask the padding in the model and in loss_fn, or pad to a fixed length; "
+        "mix no records in collate_fn or in the dataset"
     )
 
 

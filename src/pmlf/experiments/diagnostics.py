@@ -18,13 +18,13 @@ from torch import Tensor
 
 from pmlf import theory
 from pmlf.batches import to_device
-from pmlf.capture import Plan
 from pmlf.experiments.results import SENSITIVE_NOTE
 from pmlf.experiments.spec import RunSpec, flag
 from pmlf.experiments.tasks import Task
 from pmlf.filters import LowPass
 from pmlf.gradients import Workspace
 from pmlf.momentum import SampleMomentum
+from pmlf.plan import Plan
 from pmlf.points import History, Point
 from pmlf.run import PrivateRun
 

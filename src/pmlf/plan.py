@@ -1,0 +1,81 @@
+"""How every trainable parameter of a model gets its per-sample gradient: by a layer's rule, by vmap, or by copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from pmlf.layers import Rule, rule_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """A module whose own parameters are trained: its local parameter names and their names in the model."""
+
+    name: str
+    own: Mapping[str, str]
+    rule: Rule | None  # None: by vmap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How every trainable parameter of a model gets its per-sample gradient; made once, holds names only."""
+
+    parameters: tuple[str, ...]
+    watched: tuple[Watched, ...]
+    expanded: frozenset[str]  # bare parameters of leading size 1, replaced by one copy a sample
+    convolved: frozenset[str]  # weights of 2d convolutions, which are faster in channels-last order
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Plan:
+        """Decide for every trainable parameter; one that has no safe way is an error that names it."""
+        names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        if not names:
+            raise ValueError("every parameter of the model is frozen: set requires_grad on those to train")
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not parameter.is_floating_point():
+                raise ValueError(
+                    f"parameter {name!r} is {parameter.dtype}, and noise is real: keep its real and imaginary parts as "
+                    "a real parameter (torch.view_as_real) and join them in forward"
+                )
+        watched: list[Watched] = []
+        expanded: set[str] = set()
+        convolved: set[str] = set()
+        for module_name, module in model.named_modules():
+            own = {local: names[id(p)] for local, p in module._parameters.items() if p is not None and id(p) in names}
+            if not own:
+                continue
+            rule = rule_for(module)
+            if rule is not None and isinstance(module, nn.Conv2d):
+                convolved.update(name for local, name in own.items() if local == "weight")
+            if rule is None:
+                bare = {local: name for local, name in own.items() if not _expands(module._parameters[local])}
+                expanded.update(name for local, name in own.items() if local not in bare)
+                if bare and module is model:
+                    raise ValueError(
+                        f"parameter {next(iter(bare.values()))!r} belongs to the model itself and has no batch axis of "
+                        "size 1: give it one (shape (1, ...)), or move it with the code that uses it into a submodule"
+                    )
+                own = bare
+            if own:
+                watched.append(Watched(name=module_name, own=own, rule=rule))
+        by_rule = {name for module in watched if module.rule is not None for name in module.own.values()}
+        by_vmap = {name for module in watched if module.rule is None for name in module.own.values()}
+        clash = (expanded & by_rule) | (expanded & by_vmap) | (by_rule & by_vmap)
+        if clash:
+            raise ValueError(
+                f"parameter {min(clash)!r} is shared between layers with a rule and without: give each its own"
+            )
+        return cls(
+            parameters=tuple(names.values()),
+            watched=tuple(watched),
+            expanded=frozenset(expanded),
+            convolved=frozenset(convolved),
+        )
+
+
+def _expands(parameter: Tensor | None) -> bool:
+    """Class tokens and position tables: shape (1, ...). A bare (1,) is a scalar in disguise, not a batch axis."""
+    return parameter is not None and parameter.ndim >= 2 and parameter.shape[0] == 1

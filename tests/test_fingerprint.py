@@ -1,0 +1,27 @@
+"""Parameters that were changed have another fingerprint, however they were changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pmlf.fingerprint import bit_sum, fingerprint
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 3, 7, 2042, 5000])
+def test_any_number_changed_by_one_bit_is_seen(dtype: torch.dtype, size: int) -> None:
+    values = torch.randn(size).to(dtype)
+    before = fingerprint([values])
+    for index in {0, size // 2, size - 1}:
+        changed = values.clone()
+        changed[index] = torch.nextafter(changed[index], torch.tensor(torch.inf, dtype=dtype))
+        assert bit_sum(changed) != before[0][1]
+        values.data[index] = changed[index]  # without a new version
+        assert fingerprint([values]) != before
+        before = fingerprint([values])
+
+
+def test_a_view_from_the_middle_of_a_word_is_taken_like_any_other() -> None:
+    values = torch.randn(9)
+    assert bit_sum(values[1:]) == bit_sum(values[1:].clone())
