@@ -37,11 +37,20 @@ def _swapped(model: nn.Module, replacements: Mapping[int, Tensor]) -> Iterator[N
                     saved.append((tensors, dict(tensors)))
                     for name, tensor in tensors.items():
                         tensors[name] = replacements.get(id(tensor), tensor)
+            _renew_flat_weights(module)
         yield
     finally:
         for tensors, before in saved:
             tensors.clear()
             tensors.update(before)
+        for module in model.modules():
+            _renew_flat_weights(module)
+
+
+def _renew_flat_weights(module: nn.Module) -> None:
+    """LSTM and GRU keep their parameters in a list as well, and use that."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def capture(
@@ -53,7 +62,11 @@ def capture(
     samples: int,
     weight: float,
 ) -> Iterator[tuple[str, Contribution]]:
-    """weight * (per-sample gradients of the loss at the parameters `values`), as (parameter, contribution) pairs."""
+    """weight * (per-sample gradients of the loss at the parameters `values`), as (parameter, contribution) pairs.
+
+    Of a single sample where the plan is to take them one by one.
+    """
+    assert samples == 1 or not plan.one_by_one
     leaves = {name: _leaf(plan, name, value, samples).requires_grad_() for name, value in values.items()}
     buffers = dict(model.named_buffers())
     copies = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -67,7 +80,8 @@ def capture(
         recorder.recording = False
         if recorder.without_grad:
             refuse_reentrant_checkpoint(loss, recorder.without_grad)
-        wanted: list[Any] = [*recorder.edges, *(leaves[name] for name in sorted(plan.expanded))]
+        bare = sorted(leaves if plan.one_by_one else plan.expanded)
+        wanted: list[Any] = [*recorder.edges, *(leaves[name] for name in bare)]
         if not wanted:
             raise ValueError(
                 f"no layer with trained parameters ran, and {plan.parameters[0]!r}, for example, was used in another "
@@ -91,7 +105,7 @@ def capture(
         raise rewritten_by_forward(rewritten[0])
     recorder.refuse_changed_inputs()
 
-    bare = grads[len(recorder.seen) :]
+    of_bare = dict(zip(bare, grads[len(recorder.seen) :], strict=True))
     calls = deque(zip(recorder.seen, grads[: len(recorder.seen)], strict=True))
     del grads
     recorder.forget()
@@ -117,9 +131,10 @@ def capture(
         del seen, grad, call
         for local in list(found):
             yield own[local], found.pop(local)
-    for name, grad in zip(sorted(plan.expanded), bare, strict=True):
+    for name, grad in of_bare.items():
         if grad is not None:
-            yield name, grad.detach().clone()  # autograd may give two parameters views of one tensor
+            own_copy = grad.detach().clone()  # autograd may give two parameters views of one tensor
+            yield name, own_copy.unsqueeze(0) if plan.one_by_one else own_copy
 
 
 def _marks(loss: Tensor) -> Tensor:

@@ -85,16 +85,18 @@ def compared(subject: Subject, batch: Any, alone: Sequence[Any]) -> Compared:
 
 def clipped_sum(subject: Subject, batch: Any, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Write the clipped sum; return each sample's norm and spread (what was added up, however much cancelled)."""
-    samples = batch_size(batch)
-    momentum = SampleMomentum(subject.plan, samples, len(subject.weights), Workspace())
-    values = trained(subject.model)
-    spread = torch.zeros(samples, dtype=torch.float64)
-    for weight in subject.weights:
-        for name, contribution in capture(subject.model, subject.plan, values, subject.loss_fn, batch, samples, weight):
-            if isinstance(contribution, Factors):
-                spread += contribution.spread(slice(0, samples)).cpu()
-            momentum.add(name, contribution)
-    return momentum.write_clipped_sum(subject.clip_norm, "flat", None, sums), spread
+    plan, values, spread = subject.plan, trained(subject.model), torch.zeros(batch_size(batch), dtype=torch.float64)
+    norms: list[Tensor] = []
+    for part in plan.passes(len(spread)):
+        samples, view = part.stop - part.start, select(batch, part)
+        momentum = SampleMomentum(plan, samples, len(subject.weights), Workspace())
+        for weight in subject.weights:
+            for name, contribution in capture(subject.model, plan, values, subject.loss_fn, view, samples, weight):
+                if isinstance(contribution, Factors):
+                    spread[part] += contribution.spread(slice(0, samples)).cpu()
+                momentum.add(name, contribution)
+        norms.append(momentum.write_clipped_sum(subject.clip_norm, "flat", sums if norms else None, sums))
+    return torch.cat(norms), spread
 
 
 def subtract_plain(subject: Subject, single: Any, sums: dict[str, Tensor]) -> float:

@@ -21,6 +21,13 @@ from pmlf.factors import Factors, Lookup, Outer, Patches, full_precision
 Contribution = Factors | Tensor
 
 
+class NotTakenApart(ValueError):
+    """A model whose layers do not tell its samples' gradients; each sample in a pass of its own does."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f'{reason}; or give gradients="one-by-one", which takes any model, one sample at a time')
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """One call of a layer in a forward pass, with the gradient that came back to its output."""
@@ -160,7 +167,7 @@ def by_vmap(call: Call, wanted: Collection[str], values: Mapping[str, Tensor]) -
     again, at other parameters too, since a gate of zeros hides what is behind it.
     """
     if call.grad.shape[0] != call.samples:
-        raise ValueError(
+        raise NotTakenApart(
             f"module {call.name!r} ({type(call.module).__name__}) has no rule and axis 0 of its output does not count "
             "the samples: put the batch first"
         )
@@ -219,7 +226,7 @@ def by_vmap(call: Call, wanted: Collection[str], values: Mapping[str, Tensor]) -
                         reason = error
             raise reason
     except (RuntimeError, ValueError) as error:
-        raise ValueError(
+        raise NotTakenApart(
             f"module {call.name!r} ({type(call.module).__name__}) has no rule for its parameters {sorted(wanted)} and "
             f"vmap cannot take them sample by sample ({_first_line(error)}): keep them in a small module of their own "
             "that draws no chance (a LayerScale, say), build it from layers with rules, or freeze them"

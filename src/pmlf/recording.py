@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pmlf.factors import full_precision
+from pmlf.layers import NotTakenApart
 from pmlf.plan import Plan, Watched
 
 
@@ -65,7 +66,7 @@ class Recorder:
     def _with_batch_axis(self, watched: Watched, module: nn.Module, output: Any) -> Tensor:
         what = f"layer {watched.name!r} ({type(module).__name__})"
         if not isinstance(output, Tensor):
-            raise ValueError(
+            raise NotTakenApart(
                 f"{what} has parameters of its own, no rule, and returns a {type(output).__name__} instead of a "
                 "tensor: freeze it or build it from layers with rules"
             )
@@ -73,7 +74,7 @@ class Recorder:
         if leading == 1 and self.samples > 1:  # position embeddings: no batch axis of their own
             return output.expand(self.samples, *output.shape[1:])
         if leading == 0 or leading % self.samples:
-            raise ValueError(
+            raise NotTakenApart(
                 f"axis 0 of what {what} returned, an output with {output.ndim} axes, does not count the samples: put "
                 "the batch first (batch_first=True where the module has it, a leading axis of 1 for positions)"
             )
@@ -92,7 +93,7 @@ class Recorder:
         distance, lengths = (torch.linalg.vector_norm(each, dim=1) for each in (scaled - wanted, wanted))
         smallest = 1e-6 * torch.where(lengths.isfinite(), lengths, 0.0).max()
         if bool(((distance > 1e-2 * lengths + smallest) & distance.isfinite()).any()):
-            raise ValueError(
+            raise NotTakenApart(
                 f"the rows of layer {seen.watched.name!r} ({type(seen.module).__name__}) are not equally many of each "
                 "sample, one sample after the other: put the batch first, and mask rows instead of picking them"
             )
@@ -103,7 +104,7 @@ class Recorder:
     def refuse_changed_inputs(self) -> None:
         for seen, fixed in zip(self.seen, self.versions, strict=True):
             if any(tensor._version != version for tensor, version in fixed):
-                raise ValueError(
+                raise NotTakenApart(
                     f"the input of layer {seen.watched.name!r} ({type(seen.module).__name__}), or its output where "
                     "that is a view, was changed in place after the layer ran: make that operation out of place"
                 )
@@ -129,7 +130,7 @@ def refuse_reentrant_checkpoint(loss: Tensor, layers: Sequence[str]) -> None:
             continue
         seen.add(node)
         if node.name() == "CheckpointFunctionBackward":
-            raise ValueError(
+            raise NotTakenApart(
                 f"layer {layers[0]!r} runs under reentrant checkpointing, which hides its gradient: checkpoint with "
                 "use_reentrant=False"
             )

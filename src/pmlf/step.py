@@ -24,7 +24,7 @@ from pmlf.gradients import SumBuffers, Workspace
 from pmlf.methods import Method, resolve
 from pmlf.momentum import CLIPPINGS, Clipping, SampleMomentum
 from pmlf.noise import LARGEST_STD, Randomness, SeededRandomness, keyed_uniforms, randomness_from, torch_seeded
-from pmlf.plan import Plan
+from pmlf.plan import GRADIENTS, Gradients, Plan
 from pmlf.points import History
 from pmlf.validation import check_augmentation, check_collation, check_losses, check_samples, refuse_unsafe_model
 
@@ -51,6 +51,9 @@ class PrivateStep:
     Guarantees: adding or removing one sample moves the sum before noise by at most C; noise of standard deviation
     noise_multiplier * C is added to it once per release; all that follows is post-processing. What it cannot see is how
     the batch was drawn: draw it by `pmlf.sampling.PoissonBatches`, or use `make_private`.
+
+    `gradients="one-by-one"` gives every sample a forward and a backward pass of its own: slow, and right for models
+    whose layers do not tell samples apart (LSTM, tables without a batch axis, weights used outside their layer).
     """
 
     def __init__(
@@ -66,8 +69,11 @@ class PrivateStep:
         clipping: Clipping = "flat",
         augmentation: Augmentation | None = None,
         secure_noise: bool = False,
+        gradients: Gradients = "ghost",
     ) -> None:
-        refuse_unsafe_model(model)
+        if not isinstance(gradients, str) or gradients not in GRADIENTS:
+            raise ValueError(f"gradients={gradients!r} is not known: give one of {', '.join(GRADIENTS)}")
+        refuse_unsafe_model(model, gradients)
         if not callable(loss_fn):
             raise ValueError(f"loss_fn is a {type(loss_fn).__name__}: give a function of (model, batch)")
         require_positive("clip_norm", clip_norm, "it bounds one sample's part in the sum; the paper uses 1.0")
@@ -98,7 +104,8 @@ class PrivateStep:
             randomness=randomness_from(generator),
             secure_noise=secure_noise,
         )
-        self._plan = Plan.of(model)
+        self._gradients = gradients
+        self._plan = Plan.of(model, gradients)
         self._workspace = Workspace()
         self._sums = SumBuffers()
         self._history = History(self.method.points.depth)
@@ -183,9 +190,13 @@ class PrivateStep:
         if samples is None:
             samples = torch.arange(pending.samples, pending.samples + size)
         self._check_first(micro_batch, size)
-        momentum = self._momentum(named, micro_batch, size, samples, pending.micro_batches)
-        sums = self._sums.other_than(pending.sums, named)
-        momentum.write_clipped_sum(self.clip_norm, self.clipping, pending.sums, sums)
+        sums, before = self._sums.other_than(pending.sums, named), pending.sums
+        for part in self._plan.passes(size):
+            alone = self._plan.one_by_one
+            view, place = (select(micro_batch, part), (part.start,)) if alone else (micro_batch, ())
+            momentum = self._momentum(named, view, samples[part], (pending.micro_batches, *place))
+            momentum.write_clipped_sum(self.clip_norm, self.clipping, before, sums)
+            before = sums
         self._pending = _Pending(
             fingerprint=pending.fingerprint,
             sums=sums,
@@ -260,15 +271,16 @@ class PrivateStep:
         return vars(self)
 
     def _momentum(
-        self, named: Mapping[str, Tensor], batch: Any, size: int, samples: Tensor, micro_batch: int
+        self, named: Mapping[str, Tensor], batch: Any, samples: Tensor, place: Sequence[int]
     ) -> SampleMomentum:
-        """v of every sample of a micro-batch: the loss's gradients at the evaluation points, weighted and added."""
+        """v of every sample of a pass, which has its place in the step: gradients at the points, weighted and added."""
         points, parameters = self.method.points.at(self._releases), list(named.values())
-        momentum = SampleMomentum(self._plan, size, len(points), self._workspace)
+        momentum = SampleMomentum(self._plan, len(samples), len(points), self._workspace)
         views = self._views(batch, samples, len(points))
         for index, (point, view) in enumerate(zip(points, views, strict=True)):
             values = dict(zip(named, self._history.evaluate(point, parameters), strict=True))
-            with torch_seeded(self.randomness.stream("dropout", self._releases, micro_batch, index), _device(named)):
+            dropout = self.randomness.stream("dropout", self._releases, *place, index)
+            with torch_seeded(dropout, _device(named)):
                 momentum.add_point(self.model, values, self.loss_fn, view, point.weight)
         return momentum
 
@@ -288,13 +300,13 @@ class PrivateStep:
     def _check_first(self, batch: Any, size: int) -> None:
         """Once on a single sample and once on a pair: do factors and plain autograd agree, sample by sample?
 
-        And once on more: samples may be mixed only where there are so many.
+        And once on more: samples may be mixed only where there are so many. Those in passes of their own never are.
         """
         if self._training_flags() != self._modes:  # another mode is another model
-            refuse_unsafe_model(self.model)
+            refuse_unsafe_model(self.model, self._gradients)
             self._modes = self._training_flags()
             self.check_again()
-        few = min(size, 2)
+        few = 1 if self._plan.one_by_one else min(size, 2)
         if self._checked < few:
             pair = select(batch, slice(0, few))
             if self.augmentation is not None:
@@ -303,7 +315,7 @@ class PrivateStep:
                 check_augmentation(self.augmentation.function, pair, uniforms)
             if check_samples(self._subject, pair):
                 self._checked = few
-        if size > 2 and not self._checked_together:
+        if size > 2 and not (self._checked_together or self._plan.one_by_one):
             check_losses(self._subject, batch)
             self._checked_together = True
 

@@ -25,6 +25,7 @@ from pmlf.ledger import Ledger
 from pmlf.methods import Method
 from pmlf.momentum import Clipping
 from pmlf.noise import Randomness, SecureRandomness, SeededRandomness
+from pmlf.plan import Gradients
 from pmlf.run import PrivateRun
 from pmlf.sampling import PoissonBatches, collation, fetched, population, takes_together
 from pmlf.sizing import EXAMPLES, physical_batch_size
@@ -55,6 +56,7 @@ def make_private(
     ema: float | None = None,
     augmentation: Augmentation | None = None,
     secure_noise: bool = False,
+    gradients: Gradients = "ghost",
     collate_fn: Callable[[list[Any]], Any] | None = None,
     lengths: NDArray[np.int64] | None = None,
     num_workers: int = 0,
@@ -67,6 +69,7 @@ def make_private(
     takes (model, batch) and returns one loss a sample. The noise is calibrated to `target_epsilon`, or given.
     `seed=None` means cryptographic noise and sampling; a seed makes the run reproducible, and so not fit for release.
     `secure_noise` hardens the noise against floating-point attacks (a mitigation, at well below a per cent of a step).
+    `gradients="one-by-one"` takes models that the layers' rules refuse, one sample at a time, which is slow.
     `max_physical_batch_size="auto"` takes a size that fits memory and is fast, measured once on synthetic inputs.
     `scheduler.step()` is called once after every step. `ema` is the decay of an average of the released parameters,
     at no privacy cost (`PrivateRun.averaged_model`). `lengths`, a number a record, has records of like length share a
@@ -121,6 +124,7 @@ def make_private(
         clipping=clipping,
         augmentation=augmentation,
         secure_noise=secure_noise,
+        gradients=gradients,
     )
     if collate_fn is not None or takes_together(dataset):  # else records come one by one, and are not padded
         extremes = () if lengths is None else (int(lengths.argmin()), int(lengths.argmax()))

@@ -14,13 +14,15 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from pmlf.batches import batch_size, first_repeated, select, tensors_of, to_device, to_dtype
 from pmlf.comparison import Compared, Subject, compared, half_precision_seen, moved, singles, tolerance_for, undisturbed
+from pmlf.layers import NotTakenApart
+from pmlf.plan import Gradients
 
 _FIX = "pmlf.fix_model(model) replaces it"
 _COLLATED_PAIRS = 8  # of records whose gradients may be zero
 _MIXING_SEEDS = 6  # a random exchange of two samples goes unseen by all of them once in 64 times
 
 
-def refuse_unsafe_model(model: nn.Module) -> None:
+def refuse_unsafe_model(model: nn.Module, gradients: Gradients = "ghost") -> None:
     """Raise ValueError naming the first layer that mixes samples, keeps statistics of the data, or hides gradients."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}: a torch.nn.Module is needed")
@@ -28,6 +30,12 @@ def refuse_unsafe_model(model: nn.Module) -> None:
         reason = _unsafe(module)
         if reason is not None:
             raise ValueError(f"layer {name!r} ({type(module).__name__}) {reason}")
+        trained = any(p.requires_grad for p in module.parameters())
+        if isinstance(module, nn.MultiheadAttention) and trained and gradients == "ghost":
+            raise NotTakenApart(
+                f"layer {name!r} (MultiheadAttention) keeps its projections where per-sample gradients cannot be "
+                f"taken: {_FIX} by Linear layers with SDPA"
+            )
 
 
 def _unsafe(module: nn.Module) -> str | None:
@@ -49,8 +57,6 @@ def _unsafe(module: nn.Module) -> str | None:
             return "scales a sample's gradient by the other samples (scale_grad_by_freq): build it without"
         if module.sparse:
             return "asks for sparse gradients, and noise is dense: build it with sparse=False"
-    if isinstance(module, nn.MultiheadAttention) and any(p.requires_grad for p in module.parameters()):
-        return f"keeps its projections where per-sample gradients cannot be taken: {_FIX} by Linear layers with SDPA"
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values()):
         return "is not initialised yet (lazy): run the model once on public or synthetic inputs first"
     return None
@@ -274,7 +280,7 @@ def _check_samples(subject: Subject, batch: Any, training: bool) -> bool:
             "(give them a leading axis of size one), rows that are not grouped by sample (of two views in one "
             f"pass, those of a sample must follow each other), or {where}"
         )
-    raise ValueError(
+    raise NotTakenApart(
         f"the gradient of parameter {wrong!r} does not come through its own layer's forward pass: look for a penalty "
         "on weights inside loss_fn (use the optimizer's weight_decay), a weight used outside its layer "
         f"(F.linear(x, other.weight)), a gradient taken inside loss_fn, or {where}"
