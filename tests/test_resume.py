@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 import pmlf
 from pmlf import accounting, data, ledger, noise
 from pmlf.experiments import runner, tasks
+from pmlf.experiments.folder import RunFolder
 from pmlf.experiments.results import Unobserved
 from pmlf.experiments.spec import MethodOptions, RunSpec
 from pmlf.training import PrivateRun
@@ -148,7 +149,7 @@ def test_a_run_cut_off_before_its_first_checkpoint_begins_anew(tmp_path: Path) -
     out = tmp_path / "run"
     out.mkdir()
     (out / "spec.json").write_text(SPEC.resolved(12_000).to_json())
-    (out / "ledger.jsonl").write_text('{"ledger": 1, "data')
+    (out / "ledger.jsonl").write_text('{"ledger": 2, "data')
     (out / ".checkpoint.safetensors.partial").write_bytes(b"half")
     assert runner.run(SPEC, out, resume=True).steps == 6
     (tmp_path / "other").mkdir()
@@ -425,3 +426,45 @@ def test_a_step_interrupted_after_its_release_is_not_saved(monkeypatch: pytest.M
     assert not run.between_steps and run.spending.run_events == 3
     with pytest.raises(RuntimeError, match="between its release and the optimizer"):
         run.state_dict()
+
+
+def test_resume_does_not_delete_the_folder_of_a_run_that_has_just_begun_elsewhere(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "spec.json").write_text(SPEC.to_json())
+    with ledger.Ledger(out / "ledger.jsonl", dataset=SPEC.dataset):  # no event, no checkpoint, and a process at work
+        with pytest.raises(ValueError, match="is in use by another run"):
+            runner.run(SPEC, out, resume=True)
+        assert sorted(entry.name for entry in out.iterdir()) == ["ledger.jsonl", "spec.json"]
+    assert runner.run(SPEC, out, resume=True).steps == 6
+
+
+def test_a_run_that_fails_leaves_a_shared_ledger_and_takes_its_own_away(tmp_path: Path) -> None:
+    wrong = replace(SPEC, device="a device that is not there")
+    shared = tmp_path / "patients.ledger"
+    for given in (shared, None):
+        with pytest.raises(ValueError, match="cannot be used here"):
+            runner.run(wrong, tmp_path / "run", ledger=given)
+        assert not (tmp_path / "run").exists()
+    assert ledger.read(shared, dataset=SPEC.dataset).events == {}
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.two(torch.tanh(self.one(x)))
+        return found
+
+
+def test_weights_that_are_shared_between_layers_are_written_at_the_end(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    run = finish(private(model, loss_fn=lambda m, b: m(b[0]).square().sum(1), ema=0.5))
+    RunFolder(tmp_path).write_models(run)
+    for name in ("model.safetensors", "model-ema.safetensors"):
+        stored = safetensors.torch.load_file(tmp_path / name)
+        assert set(stored) == set(model.state_dict()) and torch.equal(stored["one.weight"], stored["two.weight"])
