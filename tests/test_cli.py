@@ -129,27 +129,27 @@ def test_filter_coefficients_may_be_negative_or_absent(call: Call, tmp_path: Pat
 
 
 REFUSED_SETTINGS = [
-    (["--epsilon", "0"], "target_epsilon=0.0"),
-    (["--epsilon", "-1.5"], "target_epsilon=-1.5"),
-    (["--epsilon", "nan"], "target_epsilon=nan"),
-    (["--noise-multiplier", "0"], "noise_multiplier=0.0"),
-    (["--epsilon", "3", "--noise-multiplier", "1"], "epsilon=3.0 and noise_multiplier=1.0"),
-    (["--delta", "0"], "delta=0.0"),
-    (["--delta", "1"], "delta=1.0"),
-    (["--batch-size", "12001"], "batch_size=12001"),
-    (["--batch-size", "0"], "batch_size=0"),
-    (["--epochs", "2"], "epochs=2.0 and steps=2"),
-    (["--steps", "0"], "steps=0"),
-    (["--lr", "-1"], "lr=-1.0"),
-    (["--clip-norm", "0"], "clip_norm=0.0"),
+    (["--epsilon", "0"], "--epsilon=0.0"),
+    (["--epsilon", "-1.5"], "--epsilon=-1.5"),
+    (["--epsilon", "nan"], "--epsilon=nan"),
+    (["--noise-multiplier", "0"], "--noise-multiplier=0.0"),
+    (["--epsilon", "3", "--noise-multiplier", "1"], "--epsilon=3.0 and --noise-multiplier=1.0"),
+    (["--delta", "0"], "--delta=0.0"),
+    (["--delta", "1"], "--delta=1.0"),
+    (["--batch-size", "12001"], "--batch-size=12001"),
+    (["--batch-size", "0"], "--batch-size=0"),
+    (["--epochs", "2"], "--epochs=2.0 and --steps=2"),
+    (["--steps", "0"], "--steps=0"),
+    (["--lr", "-1"], "--lr=-1.0"),
+    (["--clip-norm", "0"], "--clip-norm=0.0"),
     (["--clipping", "none"], "clipping='none'"),
     (["--optimizer", "lion"], "optimizer 'lion'"),
-    (["--max-physical-batch-size", "0"], "max_physical_batch_size=0"),
+    (["--max-physical-batch-size", "0"], "--max-physical-batch-size=0"),
     (["--k", "0"], "k=0"),
     (["--beta", "0"], "beta=0.0"),
     (["--beta", "1.1"], "beta=1.1"),
     (["--a", "-1", "--b", "0.5"], "unstable"),
-    (["--a", "-0.9", "--b", "0.2"], "DC gain 2"),
+    (["--a", "-0.9", "--b", "0.2"], "is needed: divide b by the gain."),
     (["--a", "-0.9", "--b", "0", "0.1"], "b_0 = 0"),
     (["--dataset", "imagenet"], "dataset 'imagenet'"),
     (["--model", "gpt"], "model 'gpt'"),
@@ -178,6 +178,20 @@ def test_train_refuses_in_one_line(call: Call, tmp_path: Path, options: list[str
 @pytest.mark.parametrize(("options", "said"), REFUSED_SETTINGS)
 def test_compare_refuses_in_one_line(call: Call, tmp_path: Path, options: list[str], said: str) -> None:
     refused_in_one_line(call, tmp_path, ["compare", *QUICK, *options], said)
+
+
+def test_a_file_that_is_not_there_is_said_in_words(call: Call, tmp_path: Path) -> None:
+    for argv in (["account", "--certificate", "nothing"], ["account", "--ledger", "nothing"]):
+        code, out, err = call(*argv)
+        assert (code, out, err) == (2, "", "pmlf: error: 'nothing' does not exist: give one that does\n")
+    code, _, err = call("account", "--ledger", tmp_path)
+    assert code == 2 and "cannot be used: Is a directory" in err
+
+
+def test_a_filter_of_another_gain_is_refused_with_the_option_that_allows_it(call: Call) -> None:
+    code, _, err = call("filter", "--b", 0.3)
+    assert code == 2 and "--b=(0.3,) has DC gain 3" in err and err.endswith("or give --uncorrected.\n")
+    assert call("filter", "--b", 0.3, "--uncorrected")[0] == 0
 
 
 def test_what_cannot_be_parsed_is_refused(call: Call, tmp_path: Path) -> None:

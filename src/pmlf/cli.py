@@ -12,7 +12,7 @@ import tyro
 from pmlf.commands.account import Account
 from pmlf.commands.audit import Audit
 from pmlf.commands.bench import Bench
-from pmlf.commands.common import INTERRUPTED, REFUSED, Command, say
+from pmlf.commands.common import INTERRUPTED, REFUSED, Command, in_words_of_the_command_line, say
 from pmlf.commands.filter import Filter
 from pmlf.commands.report import Report
 from pmlf.commands.reproduce import Reproduce
@@ -35,8 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
         warnings.showwarning = _show_warning
+        command: Command | None = None
         try:
-            command: Command = tyro.cli(
+            command = tyro.cli(
                 _AnyCommand,
                 prog="pmlf",
                 description="Differentially private training: DP-PMLF and its family.",
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except (ValueError, OSError) as error:
-            say(f"error: {error}")
+            say(f"error: {in_words_of_the_command_line(error, command)}")
             return REFUSED
 
 
