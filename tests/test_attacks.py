@@ -20,8 +20,9 @@ from torch.utils.data import TensorDataset
 
 import pmlf
 from pmlf import PrivateStep, methods
+from pmlf.augmentation import Augmentation
+from pmlf.first_look import FirstLook
 from pmlf.noise import SeededRandomness
-from pmlf.step import Augmentation
 
 C = 1.0
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
@@ -344,6 +345,14 @@ def test_one_convolution_on_images_of_two_shapes_is_exact(shape: tuple[int, int]
     assert torch.allclose(summed(stepped(model), (x,)), expected, atol=1e-9)
 
 
+def test_neither_loss_nor_model_nor_augmentation_is_exchanged_after_the_check() -> None:
+    step = stepped(nn.Linear(3, 2))
+    step.accumulate((rows(2, 3),))
+    for name, other in (("loss_fn", F.mse_loss), ("model", nn.Linear(3, 2)), ("augmentation", None)):
+        with pytest.raises(AttributeError):
+            setattr(step, name, other)
+
+
 class Positions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -444,8 +453,7 @@ def test_a_run_with_a_ledger_is_not_copied(tmp_path: Path) -> None:
 
 
 def test_a_pickled_step_holds_nothing_sensitive() -> None:
-    step = stepped(nn.Sequential(nn.Linear(3, 2)), torch.nn.functional.mse_loss)
-    step.loss_fn = squares
+    step = stepped(nn.Sequential(nn.Linear(3, 2)), squares)
     step.accumulate((rows(4, 3) + 1234.5,))
     with pytest.raises(RuntimeError, match="a sum is pending"):
         pickle.dumps(step)
@@ -481,7 +489,7 @@ def test_after_an_interrupted_release_a_saved_state_is_the_way_back(monkeypatch:
 def test_no_message_tells_how_many_samples_were_drawn(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PrivateStep, "_check_first", lambda self, batch, size: None)
+    monkeypatch.setattr(FirstLook, "at", lambda self, batch, size: None)
     with pytest.raises(ValueError, match="sample") as refused:
         stepped(model, loss).accumulate((rows(7, 3),))
     assert "7" not in str(refused.value)

@@ -152,7 +152,7 @@ def test_the_command_says_what_it_found_and_draws_it(tmp_path: Path, capsys: pyt
     [
         (["--epsilon", "0"], "epsilon=0.0 is not positive"),
         (["--delta", "1e-9"], "delta=1e-09 is not in"),
-        (["--sample-rate", "1.5"], "sample_rate=1.5 is not in"),
+        (["--sample-rate", "1.5"], "--sample-rate=1.5 is not in"),
         (["--canaries", "10"], "canaries=10 is not a whole number of at least 100"),
         (["--guesses", "30000"], "guesses=30000 is more than"),
         (["--confidence", "1"], "confidence=1.0 is not in"),

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pmlf import accounting, audit, checkpoint, filters, machine, methods, sampling, theory
+    from pmlf.augmentation import Augmentation
     from pmlf.fixes import fix_model
     from pmlf.inspection import check
     from pmlf.ledger import Ledger
     from pmlf.run import PrivateRun
-    from pmlf.step import Augmentation, PrivateStep
+    from pmlf.step import PrivateStep
     from pmlf.training import evaluate, make_private
 
 __all__ = [
@@ -33,7 +34,7 @@ __all__ = [
 
 # Where each public name lives. Loaded when first used: torch takes seconds, and `pmlf --help` does not need it.
 _HOMES = {
-    "Augmentation": "pmlf.step",
+    "Augmentation": "pmlf.augmentation",
     "Ledger": "pmlf.ledger",
     "PrivateRun": "pmlf.run",
     "PrivateStep": "pmlf.step",

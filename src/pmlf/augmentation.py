@@ -1,12 +1,26 @@
-"""Random changes to images, each by the image's own uniforms: no statistic of the data, so nothing to account for."""
+"""Random changes to samples, each by its own uniforms: no statistic of the data, so nothing to account for."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pmlf.step import Augmentation
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """A change to each sample by its own uniforms: function(batch, uniforms (samples, draws)) -> batch.
+
+    Drawn once a step and sample, or anew at every evaluation point (`per_point`): same sensitivity, less variance.
+    """
+
+    function: Callable[[Any, Tensor], Any]
+    draws: int
+    per_point: bool = False
 
 
 def shifted_crops(padding: int, *, flip: bool, per_point: bool = False) -> Augmentation:

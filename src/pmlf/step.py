@@ -15,30 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from pmlf.arguments import is_number, require_positive
+from pmlf.augmentation import Augmentation
 from pmlf.batches import batch_size, select, to_device
 from pmlf.capture import LossFunction
 from pmlf.comparison import Subject
 from pmlf.filters import FilterMemory
 from pmlf.fingerprint import Fingerprint, fingerprint
+from pmlf.first_look import FirstLook
 from pmlf.gradients import SumBuffers, Workspace
 from pmlf.methods import Method, resolve
 from pmlf.momentum import CLIPPINGS, Clipping, SampleMomentum
-from pmlf.noise import LARGEST_STD, Randomness, SeededRandomness, keyed_uniforms, randomness_from, torch_seeded
+from pmlf.noise import LARGEST_STD, Randomness, keyed_uniforms, randomness_from, torch_seeded
 from pmlf.plan import GRADIENTS, Gradients, Plan
 from pmlf.points import History
-from pmlf.validation import check_augmentation, check_collation, check_losses, check_samples, refuse_unsafe_model
-
-
-@dataclass(frozen=True, kw_only=True)
-class Augmentation:
-    """A change to each sample by its own uniforms: function(batch, uniforms (samples, draws)) -> batch.
-
-    Drawn once a step and sample, or anew at every evaluation point (`per_point`): same sensitivity, less variance.
-    """
-
-    function: Callable[[Any, Tensor], Any]
-    draws: int
-    per_point: bool = False
+from pmlf.validation import check_collation, refuse_unsafe_model
 
 
 class PrivateStep:
@@ -92,9 +82,6 @@ class PrivateStep:
             raise ValueError(f"secure_noise={secure_noise!r} is neither True nor False")
         if without_noise:
             warnings.warn("noise_multiplier=0: no noise is added and nothing is private", stacklevel=2)
-        self.model = model
-        self.loss_fn = loss_fn
-        self.augmentation = augmentation
         self._mechanism = _Mechanism(
             method=resolve(method),
             clip_norm=float(clip_norm),
@@ -104,8 +91,9 @@ class PrivateStep:
             randomness=randomness_from(generator),
             secure_noise=secure_noise,
         )
-        self._gradients = gradients
+        self._augmentation = augmentation
         self._plan = Plan.of(model, gradients)
+        self._subject = Subject(model=model, plan=self._plan, loss_fn=loss_fn, clip_norm=self.clip_norm)
         self._workspace = Workspace()
         self._sums = SumBuffers()
         self._history = History(self.method.points.depth)
@@ -113,11 +101,21 @@ class PrivateStep:
         self._releases = 0
         self._pending: _Pending | None = None
         self._torn = False
-        self._checked = 0  # samples of the largest check of gradients passed: 0, 1 or 2
-        self._checked_together = False  # whether a whole micro-batch of more was looked at
-        self._modes = self._training_flags()  # in which it was passed
+        self._first_look = FirstLook(self._subject, gradients, augmentation)
 
-    # What is accounted for is fixed at the start: less noise for some of the steps would be spent and not counted.
+    # What is checked and accounted for is fixed at the start: another loss would go unchecked, less noise uncounted.
+
+    @property
+    def model(self) -> nn.Module:
+        return self._subject.model
+
+    @property
+    def loss_fn(self) -> LossFunction:
+        return self._subject.loss_fn
+
+    @property
+    def augmentation(self) -> Augmentation | None:
+        return self._augmentation
 
     @property
     def method(self) -> Method:
@@ -189,7 +187,7 @@ class PrivateStep:
             return
         if samples is None:
             samples = torch.arange(pending.samples, pending.samples + size)
-        self._check_first(micro_batch, size)
+        self._first_look.at(micro_batch, size)
         sums, before = self._sums.other_than(pending.sums, named), pending.sums
         for part in self._plan.passes(size):
             alone = self._plan.one_by_one
@@ -297,42 +295,13 @@ class PrivateStep:
             return [augmented(self.augmentation, point) for point in range(points)]
         return [augmented(self.augmentation, 0)] * points
 
-    def _check_first(self, batch: Any, size: int) -> None:
-        """Once on a single sample and once on a pair: do factors and plain autograd agree, sample by sample?
-
-        And once on more: samples may be mixed only where there are so many. Those in passes of their own never are.
-        """
-        if self._training_flags() != self._modes:  # another mode is another model
-            refuse_unsafe_model(self.model, self._gradients)
-            self._modes = self._training_flags()
-            self.check_again()
-        few = 1 if self._plan.one_by_one else min(size, 2)
-        if self._checked < few:
-            pair = select(batch, slice(0, few))
-            if self.augmentation is not None:
-                stream = SeededRandomness(0).stream("check")
-                uniforms = keyed_uniforms(stream, torch.arange(few), self.augmentation.draws)
-                check_augmentation(self.augmentation.function, pair, uniforms)
-            if check_samples(self._subject, pair):
-                self._checked = few
-        if size > 2 and not (self._checked_together or self._plan.one_by_one):
-            check_losses(self._subject, batch)
-            self._checked_together = True
-
-    def _training_flags(self) -> tuple[bool, ...]:
-        return tuple(module.training for module in self.model.modules())
-
-    @property
-    def _subject(self) -> Subject:
-        return Subject(model=self.model, plan=self._plan, loss_fn=self.loss_fn, clip_norm=self.clip_norm)
-
     def check_collation(self, indices: Sequence[int], batch_of: Callable[[list[int]], Any]) -> None:
         """Refuse a `batch_of` some indices by which records change each other's gradients, by padding or otherwise."""
         check_collation(self._subject, indices, batch_of)
 
     def check_again(self) -> None:
         """Look at the samples to come as at the first ones: those so far were synthetic."""
-        self._checked, self._checked_together = 0, False
+        self._first_look.again()
 
     def _refuse_torn(self) -> None:
         if self._torn:

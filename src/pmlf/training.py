@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 from pmlf import accounting
 from pmlf.accounting import Event
 from pmlf.arguments import is_number, require_count, require_positive, steps_of_epochs
+from pmlf.augmentation import Augmentation
 from pmlf.averaging import ParameterAverage
 from pmlf.capture import LossFunction
 from pmlf.evaluation import confusion_matrix
@@ -30,7 +31,7 @@ from pmlf.run import PrivateRun
 from pmlf.sampling import PoissonBatches, collation, fetched, population, takes_together
 from pmlf.sizing import EXAMPLES, physical_batch_size
 from pmlf.spending import Spending, continued_noise
-from pmlf.step import Augmentation, PrivateStep
+from pmlf.step import PrivateStep
 
 _COLLATED = 256  # records among which the shortest and the longest are looked for, where no lengths are given
 

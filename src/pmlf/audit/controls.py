@@ -179,7 +179,7 @@ def _releases(
     """(times, parameters): the noisy sum over a full batch / others, again and again at the same weights."""
     step = _step(mechanism, model, loss_fn, _OTHERS, randomness)
     if forced:
-        step._checked = 2  # the first samples would be found to influence each other: pretend that they were checked
+        step._first_look.put_aside()  # it would find that samples influence each other
     found = []
     for _ in range(times):
         step.accumulate(samples)

@@ -16,13 +16,12 @@ from torch.utils.data import Dataset, Subset
 
 from pmlf import data, models
 from pmlf.arguments import require_count
-from pmlf.augmentation import shifted_crops
+from pmlf.augmentation import Augmentation, shifted_crops
 from pmlf.data.texts import Padding
 from pmlf.evaluation import Score, confusion_matrix, score
 from pmlf.experiments.spec import RunSpec, TextOptions, flag
 from pmlf.models.text import load_classifier
 from pmlf.noise import Stream
-from pmlf.step import Augmentation
 
 SHIFTED_PART = 8  # images are shifted by up to an eighth of their side
 HOLDOUT = "holdout"

@@ -1,0 +1,63 @@
+"""Looks at the first samples before any is summed: what a model or a loss does wrong, it does to these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pmlf.augmentation import Augmentation
+from pmlf.batches import select
+from pmlf.comparison import Subject
+from pmlf.noise import SeededRandomness, keyed_uniforms
+from pmlf.plan import Gradients
+from pmlf.validation import check_augmentation, check_losses, check_samples, refuse_unsafe_model
+
+
+class FirstLook:
+    """Once on a single sample and once on a pair: do factors and plain autograd agree, sample by sample?
+
+    And once on more: samples may be mixed only where there are so many. Those in passes of their own never are. What it
+    has seen counts for the modes of training and evaluation in which it was seen.
+    """
+
+    def __init__(self, subject: Subject, gradients: Gradients, augmentation: Augmentation | None) -> None:
+        self._subject = subject
+        self._gradients = gradients
+        self._augmentation = augmentation
+        self._modes = self._training_flags()
+        self._gradients_of = 0  # how many samples' gradients were compared: 0, 1 or 2
+        self._whole_micro_batch = False
+
+    def at(self, batch: Any, size: int) -> None:
+        """Raise ValueError if these samples show what would break the guarantee; cheap once enough was seen."""
+        if self._training_flags() != self._modes:  # another mode is another model
+            refuse_unsafe_model(self._subject.model, self._gradients)
+            self._modes = self._training_flags()
+            self.again()
+        alone = self._gradients == "one-by-one"
+        few = 1 if alone else min(size, 2)
+        if self._gradients_of < few and self._compare(select(batch, slice(0, few)), few):
+            self._gradients_of = few
+        if size > 2 and not (self._whole_micro_batch or alone):
+            check_losses(self._subject, batch)
+            self._whole_micro_batch = True
+
+    def again(self) -> None:
+        """Look at the samples to come as at the first ones."""
+        self._gradients_of, self._whole_micro_batch = 0, False
+
+    def put_aside(self) -> None:
+        """Take everything for seen: for the audit's controls, which are broken on purpose."""
+        self._gradients_of, self._whole_micro_batch = 2, True
+
+    def _compare(self, few: Any, size: int) -> bool:
+        """Whether the samples told something; where not, look at others."""
+        if self._augmentation is not None:
+            stream = SeededRandomness(0).stream("check")
+            uniforms = keyed_uniforms(stream, torch.arange(size), self._augmentation.draws)
+            check_augmentation(self._augmentation.function, few, uniforms)
+        return check_samples(self._subject, few)
+
+    def _training_flags(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self._subject.model.modules())
