@@ -40,6 +40,10 @@ class Workspace:
         """Uninitialised memory like a tensor, until the next call."""
         return self._kept("", like, like.numel()).as_strided(like.shape, _dense_strides(like))
 
+    def part(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Uninitialised memory of a tensor's shape in another precision, until the next call."""
+        return self._kept("part", torch.empty(0, dtype=dtype, device=like.device), like.numel()).view(like.shape)
+
     def buffer(self, name: str, factors: Factors, samples: int) -> Tensor:
         """(samples, size), uninitialised, for the gradients of the parameter `name`."""
         right = factors.sides(slice(0, 1))[1]
@@ -54,13 +58,17 @@ class Workspace:
 
 class SumBuffers:
     """Memory for the sum of a logical batch, twice: a micro-batch's sum is written beside the one before it, so that
-    an interrupted one changes nothing."""
+    an interrupted one changes nothing. `wide` is in float64, for many samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, wide: bool = False) -> None:
+        self._wide = wide
         self._sets: list[_Sums] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_sets": []}  # what is in them is sensitive, and nobody's: neither copied nor written to a file
+        return {
+            "_wide": self._wide,
+            "_sets": [],
+        }  # what is in them is sensitive, and nobody's: neither copied nor written to a file
 
     def give_away(self, current: Mapping[str, Tensor]) -> None:
         """Never use these tensors again."""
@@ -72,20 +80,21 @@ class SumBuffers:
         for kept in self._sets:
             if kept is not current:
                 return kept
-        self._sets.append(_Sums(parameters))
+        self._sets.append(_Sums(parameters, self._wide))
         return self._sets[-1]
 
 
 class _Sums(dict[str, Tensor]):
     """Made when first written to: by then the factors of the parameter before it have gone."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], wide: bool) -> None:
         super().__init__()
         self._parameters = parameters
+        self._wide = wide
 
     def __missing__(self, name: str) -> Tensor:
         like = self._parameters[name]
-        dtype = torch.promote_types(like.dtype, torch.float32)
+        dtype = torch.promote_types(like.dtype, wide_dtype(like) if self._wide else torch.float32)
         self[name] = torch.empty(like.shape, dtype=dtype, device=like.device)
         return self[name]
 
@@ -179,7 +188,13 @@ class ParameterGradient:
             out.add_(arranged) if add else out.copy_(arranged)
             add = True
         for factors in self._factors:
-            factors.write_clipped_sum(scale, out, add=add, scratch=self._workspace.scratch)
+            dtype = factors.sides(slice(0, 1))[1].dtype
+            if dtype == out.dtype:
+                factors.write_clipped_sum(scale, out, add=add, scratch=self._workspace.scratch)
+            else:
+                part = self._workspace.part(out, dtype)
+                factors.write_clipped_sum(scale, part, add=False, scratch=self._workspace.scratch)
+                out.add_(part) if add else out.copy_(part)
             add = True
         self._held, self._part, self._total, self._factors = None, None, None, []  # served
 

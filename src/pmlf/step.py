@@ -30,6 +30,8 @@ from pmlf.plan import GRADIENTS, Gradients, Plan
 from pmlf.points import History
 from pmlf.validation import check_collation, refuse_unsafe_model
 
+_MOST_IN_FLOAT32 = 1024  # samples expected: beyond, rounding of the sum could pass 1e-4 of what one of them adds
+
 
 class PrivateStep:
     """One differentially private step for one's own training loop.
@@ -95,7 +97,7 @@ class PrivateStep:
         self._plan = Plan.of(model, gradients)
         self._subject = Subject(model=model, plan=self._plan, loss_fn=loss_fn, clip_norm=self.clip_norm)
         self._workspace = Workspace()
-        self._sums = SumBuffers()
+        self._sums = SumBuffers(wide=expected_batch_size > _MOST_IN_FLOAT32)
         self._history = History(self.method.points.depth)
         self._filter = FilterMemory(self.method.low_pass)
         self._releases = 0
@@ -219,6 +221,9 @@ class PrivateStep:
             if self.noise_multiplier > 0.0:
                 std = self.noise_multiplier * self.clip_norm
                 noise.add_gaussian_(value, std, hardened=self.secure_noise)
+        values = [
+            value.to(torch.promote_types(p.dtype, torch.float32)) for value, p in zip(values, parameters, strict=True)
+        ]
         self._history.remember(parameters)
         filtered = self._filter.apply(values, scale=1 / self.expected_batch_size)
         for parameter in self.model.parameters():
