@@ -29,6 +29,7 @@ LossFunction = Callable[[Any, Any], Any]
 def _swapped(model: nn.Module, replacements: Mapping[int, Tensor]) -> Iterator[None]:
     """The model with other tensors in place of its parameters and buffers, by their ids, wherever each is used."""
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    recurrent: list[nn.RNNBase] = []
     try:
         for module in model.modules():
             owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -37,20 +38,21 @@ def _swapped(model: nn.Module, replacements: Mapping[int, Tensor]) -> Iterator[N
                     saved.append((tensors, dict(tensors)))
                     for name, tensor in tensors.items():
                         tensors[name] = replacements.get(id(tensor), tensor)
-            _renew_flat_weights(module)
+            if isinstance(module, nn.RNNBase):
+                recurrent.append(module)
+                _renew_flat_weights(module)
         yield
     finally:
         for tensors, before in saved:
             tensors.clear()
             tensors.update(before)
-        for module in model.modules():
+        for module in recurrent:
             _renew_flat_weights(module)
 
 
-def _renew_flat_weights(module: nn.Module) -> None:
+def _renew_flat_weights(module: nn.RNNBase) -> None:
     """LSTM and GRU keep their parameters in a list as well, and use that."""
-    if isinstance(module, nn.RNNBase):
-        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+    module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def capture(
