@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 import pmlf
 from pmlf import accounting, data, ledger, noise
 from pmlf.experiments import runner, tasks
+from pmlf.experiments.display import run_summary
 from pmlf.experiments.folder import RunFolder
 from pmlf.experiments.results import Unobserved
 from pmlf.experiments.spec import MethodOptions, RunSpec
@@ -252,7 +253,7 @@ def test_a_longer_plan_is_held_to_the_target_by_an_rdp_filter(tmp_path: Path) ->
     assert 2 < result.steps < 12 and result.budget_spent and result.planned_steps == 30
     spent = ledger.read(tmp_path / "run" / "ledger.jsonl").events
     (event,) = spent
-    assert result.epsilon == accounting.filter_epsilon(spent, delta=1e-5) <= 2.0
+    assert result.epsilon == accounting.filter_epsilon(spent, delta=1e-5) <= 2.0 == result.certified_epsilon
     assert accounting.filter_epsilon({event: spent[event] + 1}, delta=1e-5) > 2.0
     cut_off(spec, tmp_path / "late", after=11, checkpoint_every=1)
     with pytest.raises(ValueError, match="no room for another step"):
@@ -268,6 +269,13 @@ def test_runs_that_share_a_ledger_share_a_budget(tmp_path: Path) -> None:
     assert not (tmp_path / "second" / "ledger.jsonl").exists()
     assert first.epsilon <= 1.0 < second.epsilon <= 3.0 and second.steps == 6
     assert second.epsilon == accounting.filter_epsilon(ledger.read(shared).events, delta=1e-5)
+    assert second.certified_epsilon == 3.0 and first.certified_epsilon == first.epsilon
+    said = "3 at delta 1e-05, for adding or removing one training record"
+    assert f"{said}\n" in run_summary(second)
+    assert f"{said}; 1.5 spent so far" in run_summary(replace(second, epsilon=1.5))
+    assert "1.5 spent at delta 1e-05; none is certified" in run_summary(
+        replace(second, epsilon=1.5, certified_epsilon=None)
+    )
     before = shared.read_bytes()
     with pytest.raises(ValueError, match=r"target_epsilon=2\.0 is spent already"):
         runner.run(replace(spec, epsilon=2.0), tmp_path / "third", ledger=shared)

@@ -89,7 +89,7 @@ def capture(
                 f"no layer with trained parameters ran, and {plan.parameters[0]!r}, for example, was used in another "
                 "way: keep parameters in the module whose forward uses them"
             )
-        folded = [i for i, seen in enumerate(recorder.seen) if seen.shape[0] != samples]
+        folded = [i for i, seen in enumerate(recorder.seen) if seen.shape[0] != samples > 1]
         grads = torch.autograd.grad(
             loss, wanted, torch.full_like(loss, weight), allow_unused=True, retain_graph=bool(folded)
         )

@@ -202,13 +202,23 @@ def run_summary(result: RunResult) -> str:
         [
             ("run", f"{spec.method}, {spec.model_name} on {spec.dataset}"),
             *_scores(result),
-            ("epsilon", f"{result.epsilon:.4g} at delta {spec.delta:.3g}, for adding or removing one training record"),
+            ("epsilon", _epsilon(result)),
             ("steps", f"{result.steps} of {result.planned_steps}, {duration(result.seconds)}{_why_fewer(result)}"),
             ("noise multiplier", f"{result.noise_multiplier:.4g}"),
             ("noise", noise),
             ("written to", str(result.out)),
         ]
     )
+
+
+def _epsilon(result: RunResult) -> str:
+    """What is certified, and what was spent where that is less."""
+    spent, unit = f"{result.epsilon:.4g}", "for adding or removing one training record"
+    if result.certified_epsilon is None:
+        return f"{spent} spent at delta {result.spec.delta:.3g}; none is certified"
+    certified = f"{result.certified_epsilon:.4g}"
+    rest = "" if certified == spent else f"; {spent} spent so far"
+    return f"{certified} at delta {result.spec.delta:.3g}, {unit}{rest}"
 
 
 def _why_fewer(result: RunResult) -> str:

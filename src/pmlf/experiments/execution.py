@@ -87,6 +87,7 @@ class Execution:
             spec=self.spec,
             out=self.folder.path,
             epsilon=private.epsilon(),
+            certified_epsilon=private.spending.claim(),
             noise_multiplier=private.private_step.noise_multiplier,
             steps=private.steps_done,
             planned_steps=self._steps,

@@ -81,12 +81,14 @@ class RunResult:
     """A run that ended, or was interrupted; `evaluations` may then be empty.
 
     `epsilon` is of all that its ledger holds: more than its `steps` make, where steps were lost in a crash and done
-    again, or where other runs share the ledger. Fewer steps than planned, uninterrupted: the budget was spent.
+    again, or where other runs share the ledger. `certified_epsilon` is the certificate's claim, which holds whatever
+    was seen on the way; None if there is none. Fewer steps than planned, uninterrupted: the budget was spent.
     """
 
     spec: RunSpec
     out: Path
     epsilon: float
+    certified_epsilon: float | None
     noise_multiplier: float
     steps: int
     planned_steps: int
@@ -123,6 +125,7 @@ class RunResult:
             "dataset": self.spec.dataset,
             "model": self.spec.model,
             "epsilon": self.epsilon,
+            "certified_epsilon": self.certified_epsilon,
             "delta": self.spec.delta,
             "noise_multiplier": self.noise_multiplier,
             "steps": self.steps,
@@ -148,7 +151,13 @@ class RunResult:
         """The result that `to_full_json` wrote, from the folder where it is now."""
         stored = ("epsilon", "noise_multiplier", "steps", "planned_steps", "seconds", "interrupted_by")
         evaluations = tuple(Evaluation.from_json(evaluation) for evaluation in document["evaluations"])
-        return RunResult(spec=spec, out=out, evaluations=evaluations, **{name: document[name] for name in stored})
+        return RunResult(
+            spec=spec,
+            out=out,
+            evaluations=evaluations,
+            certified_epsilon=document.get("certified_epsilon"),  # results from before it was written have none
+            **{name: document[name] for name in stored},
+        )
 
 
 class Observer(Protocol):
