@@ -722,3 +722,120 @@ def test_in_a_sum_of_very_many_samples_one_still_moves_it_by_c() -> None:
         return step._pending.sums["weight"].double()
 
     assert float((pending(x) - pending(x[1:])).norm()) <= C * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 1e-4])
+def test_a_record_so_large_that_its_factor_is_no_normal_number_adds_no_more_than_c(clip_norm: float) -> None:
+    """float32 rounded factors near 1e-45 to the next multiple of it: up to 1.88 C."""
+    step = stepped(nn.Linear(16, 16, bias=False), clip_norm=clip_norm)
+    step.accumulate((rows(3, 2, 16, seed=3),))
+    step.discard()
+    for exponent in range(60, 76):
+        step.accumulate((rows(1, 2, 16) * 2.0**exponent * 1.3,))
+        assert step._pending is not None and step._pending.sums is not None
+        assert float(step._pending.sums["weight"].double().norm()) <= clip_norm * (1 + 1e-4)
+        step.discard()
+
+
+class SortedByLength(nn.Module):
+    """Sort, run, and put back: every output is right, and a layer's rows are other samples'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        found: Tensor = torch.tanh(self.layer(x[order]))[order.argsort()]
+        return found
+
+
+def test_rows_in_another_order_than_the_samples_are_refused() -> None:
+    step = stepped(SortedByLength())
+    x = rows(64, 4)
+    x[:2, 0] = torch.tensor([-5.0, 5.0])  # the first two are in order
+    step.accumulate((x[:2],))
+    with pytest.raises(ValueError, match=r"rows of layer 'layer' .* not equally many"):
+        step.accumulate((x,))
+
+
+class MixedInFours(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.view(-1, 4, 4) if len(x) % 4 == 0 else x.view(-1, 1, 4)
+        found: Tensor = self.layer(
+            (groups - groups.mean(1, keepdim=True) if len(x) % 4 == 0 else groups).reshape(-1, 4)
+        )
+        return found
+
+
+def test_samples_that_are_mixed_in_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="depends on the other samples of its batch where there are more than two"):
+        stepped(MixedInFours()).accumulate((rows(64, 4),))
+
+
+@pytest.mark.parametrize("rarely", [False, True])
+def test_an_augmentation_that_mixes_from_three_on_or_by_chance_is_refused(rarely: bool) -> None:
+    def mixed(batch: Any, uniforms: Tensor) -> Any:
+        x = batch[0]
+        others = 0.5 * x + 0.5 * x.roll(2, 0)
+        return (torch.where(uniforms[:, :1] < 0.1, others, x) if rarely else others,)
+
+    step = stepped(nn.Linear(4, 4), augmentation=Augmentation(function=mixed, draws=1))
+    with pytest.raises(ValueError, match="augmentation makes a sample depend on the other samples"):
+        step.accumulate((rows(40, 4),))
+
+
+def test_a_collate_function_that_mixes_from_three_on_is_refused() -> None:
+    def collate(some: list[Any]) -> Any:
+        x = torch.stack([x for x, _ in some])
+        return 0.5 * x + 0.5 * x.roll(2, 0), torch.tensor([int(y) for _, y in some])
+
+    model = nn.Linear(4, 2)
+    with pytest.raises(ValueError, match="changes with the records that it is collated with"):
+        pmlf.make_private(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            dataset=TensorDataset(rows(40, 4), torch.arange(40) % 2),
+            loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"),
+            noise_multiplier=1.0,
+            target_delta=1e-3,
+            batch_size=8.0,
+            steps=1,
+            collate_fn=collate,
+        )
+
+
+class Flipped(torch.utils.data.Dataset[Any]):
+    """Half of the records mirrored, by chance."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        x = rows(4, seed=index)
+        return x.flip(0) if torch.rand(()) < 0.5 else x, index % 2
+
+
+@pytest.mark.parametrize("with_nan", [False, True])
+def test_a_subset_of_a_dataset_that_draws_chance_or_has_no_numbers_is_no_fault(with_nan: bool) -> None:
+    x = rows(40, 4)
+    x[3, 2] = float("nan")
+    dataset: Any = TensorDataset(x, torch.arange(40) % 2) if with_nan else Flipped()
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 2)
+        run = pmlf.make_private(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            dataset=torch.utils.data.Subset(dataset, range(40)),
+            loss_fn=lambda m, b: F.cross_entropy(m(b[0].nan_to_num()), b[1], reduction="none"),
+            noise_multiplier=1.0,
+            target_delta=1e-3,
+            batch_size=8.0,
+            steps=1,
+        )
+        assert run.steps == 1

@@ -68,9 +68,9 @@ def test_unknown_names_and_numbers_are_refused(capsys: pytest.CaptureFixture[str
     for options, said in (
         (["--cases", "vgg"], "'vgg'"),
         (["--contenders", "jax"], "'jax'"),
-        (["--rounds", "0"], "rounds=0"),
-        (["--batch-scale", "0"], "batch_scale=0.0"),
-        (["--threads", "0"], "threads=0"),
+        (["--rounds", "0"], "--rounds=0"),
+        (["--batch-scale", "0"], "--batch-scale=0.0"),
+        (["--threads", "0"], "--threads=0"),
         (["--growth", "--cases", "vit"], "--growth"),
         (["--out", "nowhere/bench.json"], "nowhere"),
     ):

@@ -44,7 +44,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The second run of a ledger."""
     path = tmp_path_factory.mktemp("ledger") / "patients.ledger"
     with Ledger(path, dataset="patients", run="first") as ledger:
-        made(ledger)
+        made(ledger, noise_multiplier=None, target_epsilon=4.0)
     with Ledger(path, dataset="patients", run="second") as ledger:
         return made(ledger, noise_multiplier=None, target_epsilon=8.0, seed=3)
 

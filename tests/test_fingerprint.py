@@ -25,3 +25,10 @@ def test_any_number_changed_by_one_bit_is_seen(dtype: torch.dtype, size: int) ->
 def test_a_view_from_the_middle_of_a_word_is_taken_like_any_other() -> None:
     values = torch.randn(9)
     assert bit_sum(values[1:]) == bit_sum(values[1:].clone())
+
+
+def test_complex_and_sparse_parameters_have_one_too() -> None:
+    values = torch.randn(5, 3, dtype=torch.complex128)
+    assert bit_sum(values) != bit_sum(values * 2)
+    sparse = torch.eye(4).to_sparse()
+    assert bit_sum(sparse) != bit_sum(sparse * 2)

@@ -21,6 +21,8 @@ FRESH = Session(
     sample_rate=0.1,
     noise_multiplier=1.5,
     planned_steps=10,
+    target_epsilon=None,
+    delta=1e-5,
     replayable=False,
     first_step=0,
 )

@@ -114,12 +114,40 @@ def test_steps_done_again_beyond_the_plan_claim_the_target() -> None:
 def test_where_the_filter_composes_the_claim_is_the_target(tmp_path: Path) -> None:
     """A stop at will under a filter is covered up to the bound that was fixed, not up to what was spent by then."""
     with Ledger(tmp_path / "l", dataset="patients") as book:
-        spend(spending(book, Event(noise_multiplier=1.5, sample_rate=0.1)), 3)
+        spend(spending(book, Event(noise_multiplier=1.5, sample_rate=0.1), target_epsilon=3.0), 3)
     with Ledger(tmp_path / "l", dataset="patients") as book:
         guard = spend(spending(book, EVENT, target_epsilon=6.0), 2)
         assert guard.filtered and guard.epsilon() < 6.0 and guard.claim() == 6.0
         assert spending(book, EVENT).claim() is None
         assert spending(book, EVENT, target_epsilon=guard.epsilon() * 0.99).claim() is None  # a bound not kept
+
+
+@pytest.mark.parametrize(
+    "first", [{"target_epsilon": None}, {"target_epsilon": 9.0}, {"target_epsilon": 6.0, "delta": 1e-6}]
+)
+@pytest.mark.parametrize("other", [EVENT, Event(noise_multiplier=1.5, sample_rate=0.1)])
+def test_a_target_that_was_set_or_lowered_after_results_bounds_nothing(
+    tmp_path: Path, first: dict[str, float | None], other: Event
+) -> None:
+    with Ledger(tmp_path / "l", dataset="patients", run="name") as book:
+        spend(spending(book, other, **first), 3)
+    with Ledger(tmp_path / "l", dataset="patients", run="name") as book:
+        guard = spend(spending(book, EVENT, target_epsilon=6.0), 2)
+        assert guard.epsilon() < 6.0 and guard.claim() is None
+
+
+def test_what_another_run_spends_from_an_open_ledger_is_counted_before_the_next_step(tmp_path: Path) -> None:
+    other = Event(noise_multiplier=0.8, sample_rate=0.1)
+    with Ledger(tmp_path / "l", dataset="patients") as book:
+        first = spending(book, EVENT, target_epsilon=pld(20))
+        second = spending(book, other, target_epsilon=pld(20))
+        assert first.affords(0)
+        first.spend(0)
+        while second.affords(0):
+            second.spend(0)
+        while first.affords(1):
+            first.spend(1)
+        assert first.run_events > 3 and first.epsilon() <= pld(20)
 
 
 def test_the_state_of_another_run_adds_to_what_was_spent() -> None:

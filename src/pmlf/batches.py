@@ -49,6 +49,23 @@ def batch_size(batch: Any) -> int:
     return size
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one kind hold the same, NaN counted: `.data` changes a tensor without a new version."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    dense = (
+        tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense() for tensor in (one, other)
+    )
+    first, second = (tensor.reshape(-1).view(torch.uint8) for tensor in dense)
+    return torch.equal(first, second)
+
+
+def same_batches(one: Any, other: Any) -> bool:
+    """Whether two batches hold the same tensors, bit by bit."""
+    first, second = list(tensors_of(one)), list(tensors_of(other))
+    return len(first) == len(second) and all(map(same_bits, first, second))
+
+
 def select(batch: Any, chosen: slice) -> Any:
     """Some of a batch's samples, as a batch of the same form; lists without tensors count as one value a sample."""
     return _mapped(batch, lambda tensor: tensor[chosen], lambda values: values[chosen])

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from pmlf.batches import same_bits
 from pmlf.half_precision import without_autocast
-from pmlf.layers import Call, Contribution, by_vmap
+from pmlf.layers import Call, Contribution, NotTakenApart, by_vmap
 from pmlf.plan import Plan
 from pmlf.recording import Recorder, hooked, refuse_reentrant_checkpoint
 
@@ -63,10 +64,13 @@ def capture(
     batch: Any,
     samples: int,
     weight: float,
+    *,
+    whose: Literal["folded", "all"] = "folded",
 ) -> Iterator[tuple[str, Contribution]]:
     """weight * (per-sample gradients of the loss at the parameters `values`), as (parameter, contribution) pairs.
 
-    Of a single sample where the plan is to take them one by one.
+    Of a single sample where the plan is to take them one by one. It is made sure whose each row is for layers that get
+    several a sample, or for `all`.
     """
     assert samples == 1 or not plan.one_by_one
     leaves = {name: _leaf(plan, name, value, samples).requires_grad_() for name, value in values.items()}
@@ -89,14 +93,18 @@ def capture(
                 f"no layer with trained parameters ran, and {plan.parameters[0]!r}, for example, was used in another "
                 "way: keep parameters in the module whose forward uses them"
             )
-        folded = [i for i, seen in enumerate(recorder.seen) if seen.shape[0] != samples > 1]
+        looked_at = [
+            i for i, seen in enumerate(recorder.seen) if samples > 1 and (whose == "all" or seen.shape[0] != samples)
+        ]
         grads = torch.autograd.grad(
-            loss, wanted, torch.full_like(loss, weight), allow_unused=True, retain_graph=bool(folded)
+            loss, wanted, torch.full_like(loss, weight), allow_unused=True, retain_graph=bool(looked_at)
         )
-        if folded:
+        if looked_at:
             marks = _marks(loss)
-            marked = torch.autograd.grad(loss, [recorder.edges[i] for i in folded], weight * marks, allow_unused=True)
-            for index, rows in zip(folded, marked, strict=True):
+            marked = torch.autograd.grad(
+                loss, [recorder.edges[i] for i in looked_at], weight * marks, allow_unused=True
+            )
+            for index, rows in zip(looked_at, marked, strict=True):
                 recorder.refuse_rows_of_others(index, grads[index], rows, marks)
             del marked
         now = dict(model.named_buffers())
@@ -150,19 +158,10 @@ def _called(loss_fn: LossFunction, model: nn.Module, batch: Any, plan: Plan) -> 
     except (RuntimeError, ValueError) as error:
         if not plan.expanded:
             raise
-        raise ValueError(
+        raise NotTakenApart(
             f"loss_fn failed where parameters of leading size 1 ({', '.join(sorted(plan.expanded))}) have a copy for "
             "every sample: let them broadcast, or use .expand(samples, ...) in place of repeat, tile and cat"
         ) from error
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one kind hold the same, NaN counted: `.data` changes a tensor without a new version."""
-    dense = (
-        tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense() for tensor in (one, other)
-    )
-    first, second = (tensor.reshape(-1).view(torch.uint8) for tensor in dense)
-    return torch.equal(first, second)
 
 
 def rewritten_by_forward(name: str) -> ValueError:

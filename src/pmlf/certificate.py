@@ -22,7 +22,7 @@ from pmlf.spending import Spending
 FORMAT = 1
 _ROUNDING = 1e-9  # relative: the last digits of other machines
 CHANGED = "its content and its digest disagree, so it was changed or damaged"
-UNBOUNDED = "it states no epsilon: how much was spent may follow from results, and no target epsilon bounded it"
+UNBOUNDED = "it states no epsilon: how much was spent may follow from results, and no target epsilon bounded all of it"
 PLD = "PLD: the steps were planned before the run and are all alike"
 CAPPED = (
     "PLD up to the target epsilon: the run was begun more than once, or steps were done again, which may follow from "
@@ -57,6 +57,8 @@ def certificate(
             "beginning": trial.beginning,
             **asdict(trial.event),
             "planned_steps": trial.planned_steps,
+            "target_epsilon": trial.target_epsilon,
+            "delta": trial.delta,
             "events": count,
         }
         for trial, count in spending.tally.trials.items()

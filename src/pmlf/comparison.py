@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook
 
-from pmlf.batches import batch_size, select
-from pmlf.capture import LossFunction, capture, per_sample_loss, rewritten_by_forward, same_bits
+from pmlf.batches import batch_size, same_bits, select
+from pmlf.capture import LossFunction, capture, per_sample_loss, rewritten_by_forward
 from pmlf.factors import Factors
 from pmlf.gradients import SumBuffers, Workspace, squared_norms
 from pmlf.half_precision import deadly_bfloat16_refused

@@ -13,6 +13,8 @@ from pmlf.noise import SeededRandomness, keyed_uniforms
 from pmlf.plan import Gradients
 from pmlf.validation import check_augmentation, check_losses, check_samples, refuse_unsafe_model
 
+_AUGMENTATIONS = 4  # of a whole micro-batch, in which what happens to one sample in a hundred happens to some
+
 
 class FirstLook:
     """Once on a single sample and once on a pair: do factors and plain autograd agree, sample by sample?
@@ -40,6 +42,7 @@ class FirstLook:
         if self._gradients_of < few and self._compare(select(batch, slice(0, few)), few):
             self._gradients_of = few
         if size > 2 and not (self._whole_micro_batch or alone):
+            self._look_at_augmentation(batch, size)
             check_losses(self._subject, batch)
             self._whole_micro_batch = True
 
@@ -53,11 +56,16 @@ class FirstLook:
 
     def _compare(self, few: Any, size: int) -> bool:
         """Whether the samples told something; where not, look at others."""
-        if self._augmentation is not None:
-            stream = SeededRandomness(0).stream("check")
-            uniforms = keyed_uniforms(stream, torch.arange(size), self._augmentation.draws)
-            check_augmentation(self._augmentation.function, few, uniforms)
+        self._look_at_augmentation(few, size)
         return check_samples(self._subject, few)
+
+    def _look_at_augmentation(self, batch: Any, size: int) -> None:
+        """Several times: it may mix samples by chance."""
+        for draw in range(0 if self._augmentation is None else _AUGMENTATIONS):
+            assert self._augmentation is not None
+            stream = SeededRandomness(0).stream("check", draw)
+            uniforms = keyed_uniforms(stream, torch.arange(size), self._augmentation.draws)
+            check_augmentation(self._augmentation.function, batch, uniforms)
 
     def _training_flags(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._subject.model.modules())

@@ -49,7 +49,7 @@ class Ledger:
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "ledger.jsonl"
     >>> session = Session(run="first", beginning="only", sample_rate=0.1, noise_multiplier=1.0, planned_steps=9,
-    ...                   replayable=False, first_step=0)
+    ...                   target_epsilon=None, delta=1e-5, replayable=False, first_step=0)
     >>> with Ledger(path, dataset="patients") as ledger:
     ...     ledger.spend(session, step=0)
     >>> read(path, dataset="patients").events
@@ -265,13 +265,15 @@ def _session(document: Mapping[str, Any]) -> Session:
         session = Session(**document)
     except TypeError as error:
         raise _Refused("is neither a run nor an event") from error
-    numbers = (session.sample_rate, session.noise_multiplier)
+    target = () if session.target_epsilon is None else (session.target_epsilon,)
+    numbers = (session.sample_rate, session.noise_multiplier, session.delta, *target)
     if not (
         isinstance(session.run, str)
         and isinstance(session.beginning, str)
         and isinstance(session.replayable, bool)
         and all(isinstance(number, (int, float)) and math.isfinite(number) and number > 0 for number in numbers)
         and session.sample_rate <= 1
+        and session.delta < 1
         and _is_count(session.planned_steps)
         and _is_count(session.first_step)
     ):

@@ -19,6 +19,7 @@ from pmlf.plan import Plan
 Clipping = Literal["flat", "automatic"]
 CLIPPINGS: tuple[Clipping, ...] = ("flat", "automatic")
 _AUTOMATIC_STABILITY = 0.01
+_SMALLEST_FACTOR = 2.0**24 * torch.finfo(torch.float32).smallest_normal  # times a gradient, it is still normal
 _LARGEST_ROUNDING = 1e-4  # over the clip norm, by its bound, which ordinary samples stay far below
 
 
@@ -34,8 +35,9 @@ def clip_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
 
 
 def _finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
-    """Zero for a sample whose norm is not finite."""
-    return torch.where(norms.isfinite(), clip_factors(norms, clip_norm, clipping), 0.0)
+    """Zero for a sample whose norm is not finite, or so large that float32 would round its factor up."""
+    factors = clip_factors(norms, clip_norm, clipping)
+    return torch.where(norms.isfinite() & (factors >= _SMALLEST_FACTOR), factors, 0.0)
 
 
 class SampleMomentum:

@@ -121,6 +121,11 @@ class PrivateRun:
                 "samples were accumulated outside run.step, and the sampler did not draw them: "
                 "run.private_step.discard() forgets them"
             )
+        if not self.spending.affords(batch.step):
+            raise RuntimeError(
+                "another run has spent from the same ledger since this batch was drawn, and the target epsilon has no "
+                "room for its step: stop here"
+            )
         self._due = None
         try:
             for indices, micro_batch in batch.numbered():

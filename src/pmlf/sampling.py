@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from pmlf.arguments import is_number, require_count
 from pmlf.batches import batch_size as size_of
-from pmlf.batches import tensors_of, to_device
+from pmlf.batches import same_batches, to_device
 from pmlf.noise import Randomness
 
 
@@ -150,10 +150,8 @@ def collation(
     """Batches of the records looked at, put together as a DataLoader does; each record is the same each time."""
     collate = collate_fn or default_collate
     alone = {index: fetched(dataset, [index])[0] for index in looked_at}
-    first, again = (
-        [*tensors_of(collate([record]))] for record in (alone[looked_at[0]], *fetched(dataset, looked_at[:1]))
-    )
-    steady = len(first) == len(again) and all(map(torch.equal, first, again))
+    again = ((alone[index], fetched(dataset, [index])[0]) for index in looked_at)  # a coin may fall alike once
+    steady = takes_together(dataset) and all(same_batches(*(collate([record]) for record in both)) for both in again)
 
     def batch_of(indices: list[int]) -> Any:
         together = steady and len(indices) > 1  # a dataset that draws chance cannot be asked twice

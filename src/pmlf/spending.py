@@ -10,7 +10,7 @@ from typing import Any
 from pmlf import accounting
 from pmlf.accounting import Event
 from pmlf.ledger import Ledger, Position
-from pmlf.tally import Session, Tally
+from pmlf.tally import Session, Tally, Trial
 
 
 class Unwritten:
@@ -55,11 +55,14 @@ class Spending:
             beginning=secrets.token_hex(8),
             **asdict(event),
             planned_steps=planned_steps,
+            target_epsilon=target_epsilon,
+            delta=delta,
             replayable=replayable,
             first_step=0,
         )
         self._delta = delta
-        self._affordable = 0  # so many events of this kind are known to fit
+        self._affordable = 0  # so many events of this kind are known to fit beside
+        self._beside: dict[Event, int] = {}  # these
         self.target_epsilon = target_epsilon
 
     @property
@@ -93,8 +96,15 @@ class Spending:
         if self.as_planned:
             s = self._session
             return accounting.epsilon(**asdict(s.event), steps=s.planned_steps, delta=self._delta)
-        kept = self.target_epsilon is not None and self.epsilon() <= self.target_epsilon
-        return self.target_epsilon if kept else None
+        target = self.target_epsilon
+        if target is None or not all(self._bounded_by(target, trial) for trial in self.tally.trials):
+            return None
+        return target if self.epsilon() <= target else None
+
+    def _bounded_by(self, target: float, trial: Trial) -> bool:
+        """Whether a trial had a target too, at this delta and no higher: one that was set, or lowered, later bounds
+        nothing."""
+        return trial.target_epsilon is not None and trial.target_epsilon <= target and trial.delta == self._delta
 
     @property
     def guards_longer_plans(self) -> bool:
@@ -107,14 +117,16 @@ class Spending:
             return True
         event = self._session.event
         count = self.tally.events.get(event, 0) + 1
-        if count > self._affordable:
+        beside = {other: n for other, n in self.tally.events.items() if other != event}
+        if count > self._affordable or beside != self._beside:  # others may spend from the same ledger in between
+            self._beside = beside
             self._affordable = accounting.affordable_steps(
                 event,
                 at_most=max(count, self._session.planned_steps),
                 target_epsilon=self.target_epsilon,
                 delta=self._delta,
                 accountant="rdp" if self.filtered else "pld",
-                spent={other: n for other, n in self.tally.events.items() if other != event},
+                spent=beside,
             )
         return count <= self._affordable
 

@@ -30,7 +30,7 @@ from pmlf.plan import GRADIENTS, Gradients, Plan
 from pmlf.points import History
 from pmlf.validation import check_collation, refuse_unsafe_model
 
-_MOST_IN_FLOAT32 = 1024  # samples expected: beyond, rounding of the sum could pass 1e-4 of what one of them adds
+_MOST_IN_FLOAT32 = 64  # samples expected: beyond, rounding of the sum could pass 1e-4 of what one of them adds
 
 
 class PrivateStep:

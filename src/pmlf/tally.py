@@ -23,6 +23,8 @@ class Session:
     sample_rate: float
     noise_multiplier: float
     planned_steps: int
+    target_epsilon: float | None
+    delta: float
     replayable: bool
     first_step: int
 
@@ -37,6 +39,8 @@ class Session:
             beginning=self.beginning,
             event=self.event,
             planned_steps=self.planned_steps,
+            target_epsilon=self.target_epsilon,
+            delta=self.delta,
             replayable=self.replayable,
         )
 
@@ -53,6 +57,8 @@ class Trial:
     beginning: str
     event: Event
     planned_steps: int
+    target_epsilon: float | None
+    delta: float
     replayable: bool
 
     @property

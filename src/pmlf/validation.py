@@ -12,8 +12,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from pmlf.batches import batch_size, first_repeated, select, tensors_of, to_device, to_dtype
-from pmlf.comparison import Compared, Subject, compared, half_precision_seen, moved, singles, tolerance_for, undisturbed
+from pmlf.batches import batch_size, first_repeated, same_batches, select, tensors_of, to_device, to_dtype
+from pmlf.capture import capture
+from pmlf.comparison import (
+    Compared,
+    Subject,
+    compared,
+    half_precision_seen,
+    moved,
+    singles,
+    tolerance_for,
+    trained,
+    undisturbed,
+)
 from pmlf.layers import NotTakenApart
 from pmlf.plan import Gradients
 
@@ -148,9 +159,9 @@ def _refuse_mixed_losses(subject: Subject, batch: Any) -> None:
 
 
 def check_losses(subject: Subject, batch: Any) -> None:
-    """A sample's loss must be the same in a whole micro-batch and in half of it: two samples may be mixed by nothing
-    that more are mixed by."""
-    half = batch_size(batch) // 2
+    """A sample's loss must be the same in a whole micro-batch and in a part of it, and every layer's rows its own: two
+    samples may be mixed by nothing that more are mixed by."""
+    first = max(1, batch_size(batch) // 3) | 1  # odd, and no half: samples may be mixed in groups
 
     def losses(of: Subject, some: Any, training: bool) -> tuple[Tensor, bool]:
         with undisturbed(of.model, training=training), half_precision_seen() as half_precision, torch.no_grad():
@@ -160,11 +171,15 @@ def check_losses(subject: Subject, batch: Any) -> None:
 
     def agree(of: Subject, whole: Any, training: bool) -> bool:
         together, half_precision = losses(of, whole, training)
-        apart = [losses(of, select(whole, part), training)[0] for part in (slice(0, half), slice(half, None))]
+        apart = [losses(of, select(whole, part), training)[0] for part in (slice(0, first), slice(first, None))]
         tolerance = tolerance_for(half_precision).relative
         return torch.allclose(together, torch.cat(apart), rtol=2 * tolerance, atol=1e-6, equal_nan=True)
 
     for training in modes_to_check(subject, batch):
+        with undisturbed(subject.model, training=training):
+            model, values, samples = subject.model, trained(subject.model), batch_size(batch)
+            for _ in capture(model, subject.plan, values, subject.loss_fn, batch, samples, 1.0, whose="all"):
+                pass
         if agree(subject, batch, training):
             continue
         try:  # rounding may choose another expert, another maximum
@@ -187,21 +202,23 @@ def check_collation(subject: Subject, indices: Sequence[int], batch_of: Callable
     alone = {index: to_device(batch_of([index]), device) for index in indices}
     shapes = {index: [tuple(tensor.shape[1:]) for tensor in tensors_of(single)] for index, single in alone.items()}
     order = sorted(indices, key=lambda i: (sum(map(math.prod, shapes[i])), shapes[i], i))
+    some = sorted({order[0], *order[len(order) // 3 :: max(1, len(order) // 4)], order[-1]})
+    if len(some) > 2:  # what mixes no two may mix more
+        _collates(subject, batch_of, alone, some)
     for short in order[:_COLLATED_PAIRS]:
-        if short != order[-1] and _collates(subject, batch_of, alone, short, order[-1]):
+        if short != order[-1] and _collates(subject, batch_of, alone, [short, order[-1]]):
             return
 
 
 def _collates(
-    subject: Subject, batch_of: Callable[[list[int]], Any], alone: Mapping[int, Any], short: int, long: int
+    subject: Subject, batch_of: Callable[[list[int]], Any], alone: Mapping[int, Any], indices: list[int]
 ) -> bool:
-    """Whether two records told something; refused if they are not the same together and apart."""
+    """Whether some records told something; refused if they are not the same together and apart."""
     device = next(subject.model.parameters()).device
-    pair = to_device(batch_of([short, long]), device)
+    pair = to_device(batch_of(indices), device)
     told = check_samples(subject, pair)
-    apart = [alone[short], alone[long]]
-    again = to_device(batch_of([short, long]), device)
-    if not all(torch.equal(one, other) for one, other in zip(tensors_of(pair), tensors_of(again), strict=True)):
+    apart = [alone[index] for index in indices]
+    if not same_batches(pair, to_device(batch_of(indices), device)):
         raise ValueError(
             "collate_fn makes another batch of the same records each time, so that it cannot be checked: draw chance "
             "in loss_fn, where model.training is set"

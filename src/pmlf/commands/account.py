@@ -26,8 +26,8 @@ class Account(Budget, Command):
     Whether its numbers are true is not for arithmetic to say."""
 
     ledger: Annotated[Path | None, shown_default("none", "FILE")] = None
-    """Say what the runs in this ledger have spent together, at --delta (default: 1e-5): by PLD if it is one run as
-    planned, by an RDP filter if there are more."""
+    """Say what the runs in this ledger have spent together, at --delta (default: 1e-5): by PLD if all is of one run
+    with one plan, by an RDP filter if there is more."""
 
     records: int = 12_000
     """Number n of training records."""
