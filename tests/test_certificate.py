@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,6 +73,13 @@ def check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Checked:
         return code, json.loads(captured.out) if captured.out else {}, captured.err
 
     return run
+
+
+def test_numbers_of_numpy_go_into_ledger_and_certificate_like_any_other(tmp_path: Path) -> None:
+    given = {"batch_size": np.int64(30), "steps": np.int64(6), "noise_multiplier": np.float32(1.0)}
+    with Ledger(tmp_path / "ledger", dataset="patients") as ledger:
+        document = made(ledger, target_delta=np.float64(1e-3), **given)
+    assert json.loads(json.dumps(document)) == document and document["planned_steps"] == 6
 
 
 def test_a_certificate_holds(alone: dict[str, Any], shared: dict[str, Any], check: Checked) -> None:

@@ -9,6 +9,13 @@ from typing import Any
 MOST = 10**9  # of anything that is counted: more is a slip, or would take forever
 
 
+def plain(value: Any) -> Any:
+    """numpy's numbers as Python's, which JSON takes: they go into ledgers and certificates. The rest as it is."""
+    if isinstance(value, (int, float)) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
 def is_number(value: Any) -> bool:
     """Whether `value` is a real number that a float can hold: no truth value, text or tensor.
 

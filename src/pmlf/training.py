@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from pmlf import accounting
 from pmlf.accounting import Event
-from pmlf.arguments import is_number, require_count, require_positive, steps_of_epochs
+from pmlf.arguments import is_number, plain, require_count, require_positive, steps_of_epochs
 from pmlf.augmentation import Augmentation
 from pmlf.averaging import ParameterAverage
 from pmlf.capture import LossFunction
@@ -79,7 +79,9 @@ def make_private(
     any training.
     """
     records = population(dataset)
-    delta = _checked_delta(target_delta, records)
+    batch_size, epochs, steps, clip_norm = plain(batch_size), plain(epochs), plain(steps), plain(clip_norm)
+    target_epsilon, noise_multiplier = plain(target_epsilon), plain(noise_multiplier)
+    delta = _checked_delta(plain(target_delta), records)
     planned = _planned_steps(epochs, steps, records, batch_size)
     if not (is_number(batch_size) and 0.0 < batch_size <= records):
         raise ValueError(
