@@ -46,12 +46,16 @@ class _Tolerance:
     of_spread: float
 
 
+_DOUBLE_PRECISION = _Tolerance(relative=3e-5, of_spread=1e-6)  # models may well compute a part in float32
 _FULL_PRECISION = _Tolerance(relative=1e-3, of_spread=1e-5)
 _HALF_PRECISION = _Tolerance(relative=5e-2, of_spread=2e-3)
 
 
-def tolerance_for(half_precision: bool) -> _Tolerance:
-    return _HALF_PRECISION if half_precision else _FULL_PRECISION
+def tolerance_for(half_precision: bool, model: nn.Module) -> _Tolerance:
+    if half_precision:
+        return _HALF_PRECISION
+    in_double = all(p.dtype == torch.float64 for p in model.parameters() if p.requires_grad)
+    return _DOUBLE_PRECISION if in_double else _FULL_PRECISION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,7 @@ def compared(subject: Subject, batch: Any, alone: Sequence[Any]) -> Compared:
     with half_precision_seen() as half:
         norms, spread = clipped_sum(subject, batch, sums)
         references = [subtract_plain(subject, single, sums) for single in alone]
-    tolerance = tolerance_for(bool(half))
+    tolerance = tolerance_for(bool(half), subject.model)
     expected = torch.tensor(references, dtype=torch.float64)
     finite = norms.isfinite() & expected.isfinite()
     allowed = tolerance.relative * expected + tolerance.of_spread * spread + 1e-12

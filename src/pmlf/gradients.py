@@ -234,6 +234,7 @@ def factored_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor | None]:
         if left.is_floating_point():
             squared *= squared_norms(left.flatten(1))
         return squared, None
+    unit = torch.finfo(first.sides(slice(0, 1))[1].dtype).eps / 2
     sides = 8 * sum(use.groups * use.tokens * (use.rows + use.cols) for use in uses)
     work = sides + (8 * first.groups * first.tokens**2 if by_gram else 4 * first.size)
     norms, slacks = [], []
@@ -249,7 +250,7 @@ def factored_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor | None]:
             squared = squared_norms(gradient)
             spread = torch.stack([use.spread(chosen) for use in uses]).sum(0)
         norms.append(squared)
-        slacks.append((tokens / 2 + 1) * 2.0**-24 * spread)
+        slacks.append((tokens / 2 + 1) * unit * spread)
     return torch.cat(norms), torch.cat(slacks)
 
 

@@ -30,6 +30,8 @@ from pmlf.plan import Gradients
 
 _FIX = "pmlf.fix_model(model) replaces it"
 _COLLATED_PAIRS = 8  # of records whose gradients may be zero
+_IN_DOUBLE = 16  # samples: convolutions are slow in it
+_MOST_IN_DOUBLE = 200_000_000  # parameters: a copy of 1.6 GB
 _MIXING_SEEDS = 6  # a random exchange of two samples goes unseen by all of them once in 64 times
 
 
@@ -150,7 +152,7 @@ def _refuse_mixed_losses(subject: Subject, batch: Any) -> None:
         )
     for seed in range(_MIXING_SEEDS if samples > 1 else 0):
         (among_others, half), (among_itself, _) = first_loss(batch, seed), first_loss(first_repeated(batch), seed)
-        tolerance = tolerance_for(half).relative
+        tolerance = tolerance_for(half, subject.model).relative
         if abs(among_others - among_itself) > tolerance * (abs(among_others) + abs(among_itself)) + 1e-6:
             raise ValueError(
                 "a sample's loss depends on the other samples of its batch, in training mode: look for statistics over "
@@ -158,10 +160,21 @@ def _refuse_mixed_losses(subject: Subject, batch: Any) -> None:
             )
 
 
+def _in_double(subject: Subject, wide: Any, training: bool) -> Subject | None:
+    """In float64, in which the batch is; None where the model is too large to copy, or cannot be run in it."""
+    if sum(parameter.numel() for parameter in subject.model.parameters()) > _MOST_IN_DOUBLE:
+        return None
+    try:
+        exact = subject.in_double()
+    except Exception:  # a model that cannot be copied
+        return None
+    return exact if _can_be_taken(exact, wide, training) else None
+
+
 def check_losses(subject: Subject, batch: Any) -> None:
     """A sample's loss must be the same in a whole micro-batch and in a part of it, and every layer's rows its own: two
-    samples may be mixed by nothing that more are mixed by."""
-    first = max(1, batch_size(batch) // 3) | 1  # odd, and no half: samples may be mixed in groups
+    samples may be mixed by nothing that more are mixed by. The first ones in float64 too, where that can be had: what
+    rounding may do to one sample, many could do to each other on purpose."""
 
     def losses(of: Subject, some: Any, training: bool) -> tuple[Tensor, bool]:
         with undisturbed(of.model, training=training), half_precision_seen() as half_precision, torch.no_grad():
@@ -170,9 +183,10 @@ def check_losses(subject: Subject, batch: Any) -> None:
             return torch.stack(each).sum(0).cpu(), bool(half_precision)
 
     def agree(of: Subject, whole: Any, training: bool) -> bool:
+        first = max(1, batch_size(whole) // 3) | 1  # odd, and no half: samples may be mixed in groups
         together, half_precision = losses(of, whole, training)
         apart = [losses(of, select(whole, part), training)[0] for part in (slice(0, first), slice(first, None))]
-        tolerance = tolerance_for(half_precision).relative
+        tolerance = tolerance_for(half_precision, of.model).relative
         return torch.allclose(together, torch.cat(apart), rtol=2 * tolerance, atol=1e-6, equal_nan=True)
 
     for training in modes_to_check(subject, batch):
@@ -180,13 +194,13 @@ def check_losses(subject: Subject, batch: Any) -> None:
             model, values, samples = subject.model, trained(subject.model), batch_size(batch)
             for _ in capture(model, subject.plan, values, subject.loss_fn, batch, samples, 1.0, whose="all"):
                 pass
-        if agree(subject, batch, training):
-            continue
-        try:  # rounding may choose another expert, another maximum
-            settled = agree(subject.in_double(), to_dtype(batch, torch.float64), training)
-        except Exception:  # a model that cannot be copied, a loss that cannot be taken in float64
-            settled = False
-        if not settled:
+        few = to_dtype(select(batch, slice(0, _IN_DOUBLE)), torch.float64)
+        exact = _in_double(subject, few, training)
+        alike = agree(subject, batch, training)
+        if exact is not None:
+            # rounding may choose another expert or maximum in float32: then the whole batch is looked at in float64
+            alike = agree(exact, few if alike else to_dtype(batch, torch.float64), training)
+        if not alike:
             raise ValueError(
                 "a sample's loss depends on the other samples of its batch where there are more than two: look for an "
                 "operation across axis 0 in the model or in loss_fn"
