@@ -393,16 +393,20 @@ def test_numbers_whose_squares_float32_does_not_hold_are_not_lost_from_a_norm() 
 
 
 def made_private(model: nn.Module, **options: Any) -> pmlf.PrivateRun:
-    return pmlf.make_private(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        dataset=TensorDataset(rows(64, 3)),
-        loss_fn=squares,
-        noise_multiplier=5.0,
-        target_delta=1e-3,
-        batch_size=16,
-        **options,
-    )
+    usual = {
+        "dataset": TensorDataset(rows(64, 3)),
+        "loss_fn": squares,
+        "noise_multiplier": 5.0,
+        "target_delta": 1e-3,
+        "batch_size": 16,
+        "steps": 1,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return pmlf.make_private(model=model, optimizer=optimizer, **{**usual, **options})
+
+
+def classify(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def test_an_iterator_left_from_earlier_steps_is_refused() -> None:
@@ -582,7 +586,7 @@ class Packed(nn.Module):
 
 
 def test_rows_picked_from_samples_of_unlike_length_are_refused_where_their_number_happens_to_fit() -> None:
-    """One record of 260 tokens among 255 of 4 is 5 tokens a record on average: 26 C before."""
+    """One record of 260 tokens among 255 of 4 is 5 tokens a record on average: 25 C before."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         found: Tensor = (model(batch[0], batch[1]) * batch[2]).sum(1)
@@ -642,23 +646,12 @@ def test_a_dataset_that_pads_what_it_gives_together_is_checked_like_a_collate_fu
     model = Pooled(masked)
     records = [(torch.randint(1, 50, (length,)), length % 2) for length in [5] * 40 + [200]]
 
-    def made() -> pmlf.PrivateRun:
-        return pmlf.make_private(
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            dataset=PaddedTogether(records),
-            loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"),
-            noise_multiplier=1.0,
-            target_delta=1e-3,
-            batch_size=8.0,
-            steps=1,
-        )
-
+    dataset = PaddedTogether(records)
     if masked:
-        assert made().steps == 1
+        assert made_private(model, dataset=dataset, loss_fn=classify).steps == 1
     else:
         with pytest.raises(ValueError, match="changes with the records that it is collated with"):
-            made()
+            made_private(model, dataset=dataset, loss_fn=classify)
 
 
 class DrawsChance(PaddedTogether):
@@ -668,17 +661,7 @@ class DrawsChance(PaddedTogether):
 
 def test_a_dataset_that_draws_chance_is_no_fault() -> None:
     records = [(torch.randint(1, 48, (6,), generator=torch.Generator().manual_seed(i)), i % 2) for i in range(40)]
-    model = Pooled(masked=True)
-    run = pmlf.make_private(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        dataset=DrawsChance(records),
-        loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"),
-        noise_multiplier=1.0,
-        target_delta=1e-3,
-        batch_size=8.0,
-        steps=1,
-    )
+    run = made_private(Pooled(masked=True), dataset=DrawsChance(records), loss_fn=classify)
     run.step(next(run.batches()))
     assert run.steps_done == 1
 
@@ -794,19 +777,9 @@ def test_a_collate_function_that_mixes_from_three_on_is_refused() -> None:
         x = torch.stack([x for x, _ in some])
         return 0.5 * x + 0.5 * x.roll(2, 0), torch.tensor([int(y) for _, y in some])
 
-    model = nn.Linear(4, 2)
+    dataset = TensorDataset(rows(40, 4), torch.arange(40) % 2)
     with pytest.raises(ValueError, match="changes with the records that it is collated with"):
-        pmlf.make_private(
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            dataset=TensorDataset(rows(40, 4), torch.arange(40) % 2),
-            loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"),
-            noise_multiplier=1.0,
-            target_delta=1e-3,
-            batch_size=8.0,
-            steps=1,
-            collate_fn=collate,
-        )
+        made_private(nn.Linear(4, 2), dataset=dataset, loss_fn=classify, collate_fn=collate)
 
 
 class Flipped(torch.utils.data.Dataset[Any]):
@@ -827,17 +800,8 @@ def test_a_subset_of_a_dataset_that_draws_chance_or_has_no_numbers_is_no_fault(w
     dataset: Any = TensorDataset(x, torch.arange(40) % 2) if with_nan else Flipped()
     for seed in range(10):
         torch.manual_seed(seed)
-        model = nn.Linear(4, 2)
-        run = pmlf.make_private(
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            dataset=torch.utils.data.Subset(dataset, range(40)),
-            loss_fn=lambda m, b: F.cross_entropy(m(b[0].nan_to_num()), b[1], reduction="none"),
-            noise_multiplier=1.0,
-            target_delta=1e-3,
-            batch_size=8.0,
-            steps=1,
-        )
+        subset = torch.utils.data.Subset(dataset, range(40))
+        run = made_private(nn.Linear(4, 2), dataset=subset, loss_fn=lambda m, b: classify(m, (b[0].nan_to_num(), b[1])))
         assert run.steps == 1
 
 

@@ -37,6 +37,11 @@ class Factors(ABC):
 
     @property
     @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of the sides."""
+
+    @property
+    @abstractmethod
     def gram_operations(self) -> int:
         """Multiplications of one sample's inner products with one other use."""
 
@@ -159,6 +164,10 @@ class Outer(Factors):
     right: Tensor
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.right.dtype
+
+    @property
     def gram_operations(self) -> int:
         return self.tokens * self.tokens * (self.rows + self.cols)
 
@@ -190,6 +199,10 @@ class Lookup(Factors):
 
     index: Tensor  # (samples, tokens)
     right: Tensor  # (samples, tokens, cols)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.right.dtype
 
     @property
     def gram_operations(self) -> int:
@@ -235,6 +248,10 @@ class Patches(Factors):
     dilation: tuple[int, ...]
     padding: tuple[int, ...]  # as F.pad takes it
     padding_mode: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.grad.dtype
 
     @property
     def _windows(self) -> int:

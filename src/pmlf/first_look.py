@@ -61,8 +61,9 @@ class FirstLook:
 
     def _look_at_augmentation(self, batch: Any, size: int) -> None:
         """Several times: it may mix samples by chance."""
-        for draw in range(0 if self._augmentation is None else _AUGMENTATIONS):
-            assert self._augmentation is not None
+        if self._augmentation is None:
+            return
+        for draw in range(_AUGMENTATIONS):
             stream = SeededRandomness(0).stream("check", draw)
             uniforms = keyed_uniforms(stream, torch.arange(size), self._augmentation.draws)
             check_augmentation(self._augmentation.function, batch, uniforms)

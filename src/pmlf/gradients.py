@@ -188,11 +188,10 @@ class ParameterGradient:
             out.add_(arranged) if add else out.copy_(arranged)
             add = True
         for factors in self._factors:
-            dtype = factors.sides(slice(0, 1))[1].dtype
-            if dtype == out.dtype:
+            if factors.dtype == out.dtype:
                 factors.write_clipped_sum(scale, out, add=add, scratch=self._workspace.scratch)
             else:
-                part = self._workspace.part(out, dtype)
+                part = self._workspace.part(out, factors.dtype)
                 factors.write_clipped_sum(scale, part, add=False, scratch=self._workspace.scratch)
                 out.add_(part) if add else out.copy_(part)
             add = True
@@ -234,7 +233,7 @@ def factored_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor | None]:
         if left.is_floating_point():
             squared *= squared_norms(left.flatten(1))
         return squared, None
-    unit = torch.finfo(first.sides(slice(0, 1))[1].dtype).eps / 2
+    unit = torch.finfo(first.dtype).eps / 2
     sides = 8 * sum(use.groups * use.tokens * (use.rows + use.cols) for use in uses)
     work = sides + (8 * first.groups * first.tokens**2 if by_gram else 4 * first.size)
     norms, slacks = [], []

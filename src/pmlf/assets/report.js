@@ -98,14 +98,14 @@
       const ours = visible.filter((series) => !series.paper);
       for (const series of visible) {
         const stroke = colourOf(series), points = series.points.filter((p) => !log || p[1] > 0);
-        const wider = points.length > 60 ? 0 : Math.min(3, ours.length - 1 - ours.indexOf(series)); // seen under what is drawn over it
+        const dense = points.length > 60;
+        const wider = dense ? 0 : Math.min(3, ours.length - 1 - ours.indexOf(series)); // seen under what is drawn over it
         if (!series.paper && points.length > 2 && points.some((p) => p[3] > p[2])) {
           const edge = [...points.map((p) => [p[0], p[3]]), ...points.map((p) => [p[0], p[2]]).reverse()];
           make("polygon", { points: edge.map(([x, y]) => `${X(x)},${Y(log ? Math.max(y, y0) : y)}`).join(" "), fill: stroke, opacity: .13 }, svg);
         }
         if (!series.paper && points.length > 1)
           make("polyline", { class: "mark", points: points.map((p) => `${X(p[0])},${Y(p[1])}`).join(" "), fill: "none", stroke, "stroke-width": 1.6 + wider, "stroke-linejoin": "round" }, svg);
-        const dense = points.length > 60;
         for (const p of points) {
           if (points.length <= 2 && p[3] > p[2])
             make("line", { x1: X(p[0]), x2: X(p[0]), y1: Y(p[2]), y2: Y(p[3]), stroke, "stroke-width": 2, opacity: .5 }, svg);
