@@ -12,6 +12,7 @@ from pmlf.layers import NotTakenApart, Rule, rule_for
 
 Gradients = Literal["ghost", "one-by-one"]
 GRADIENTS: tuple[Gradients, ...] = ("ghost", "one-by-one")
+_MOST_IN_A_PASS = 1024  # samples: their clipped sum is a float32 product, and rounds like what it sums to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +76,8 @@ class Plan:
         )
 
     def passes(self, samples: int) -> Iterator[slice]:
-        """Which samples of a micro-batch share a pass: all of them, or none."""
-        step = 1 if self.one_by_one else max(samples, 1)
+        """Which samples of a micro-batch share a pass: about a thousand, or none."""
+        step = 1 if self.one_by_one else _MOST_IN_A_PASS
         return (slice(start, min(start + step, samples)) for start in range(0, samples, step))
 
 

@@ -192,9 +192,8 @@ class PrivateStep:
         self._first_look.at(micro_batch, size)
         sums, before = self._sums.other_than(pending.sums, named), pending.sums
         for part in self._plan.passes(size):
-            alone = self._plan.one_by_one
-            view, place = (select(micro_batch, part), (part.start,)) if alone else (micro_batch, ())
-            momentum = self._momentum(named, view, samples[part], (pending.micro_batches, *place))
+            few = micro_batch if part == slice(0, size) else select(micro_batch, part)
+            momentum = self._momentum(named, few, samples[part], (pending.micro_batches, part.start))
             momentum.write_clipped_sum(self.clip_norm, self.clipping, before, sums)
             before = sums
         self._pending = _Pending(
