@@ -600,7 +600,7 @@ def test_rows_picked_from_samples_of_unlike_length_are_refused_where_their_numbe
     assert float(summed(step, alike).norm()) > 0.0  # equally many of each: exact, as the check has found
     mask = mask.clone()
     mask[0] = True
-    with pytest.raises(ValueError, match=r"rows of layer 'layer' .* not equally many of each sample"):
+    with pytest.raises(ValueError, match=r"rows of layer 'layer' .* not the samples' own"):
         step.accumulate((x, mask, weights))
 
 
@@ -740,7 +740,7 @@ def test_rows_in_another_order_than_the_samples_are_refused() -> None:
     x = rows(64, 4)
     x[:2, 0] = torch.tensor([-5.0, 5.0])  # the first two are in order
     step.accumulate((x[:2],))
-    with pytest.raises(ValueError, match=r"rows of layer 'layer' .* not equally many"):
+    with pytest.raises(ValueError, match=r"rows of layer 'layer' .* not the samples' own"):
         step.accumulate((x,))
 
 

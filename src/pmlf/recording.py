@@ -94,8 +94,9 @@ class Recorder:
         smallest = 1e-6 * torch.where(lengths.isfinite(), lengths, 0.0).max()
         if bool(((distance > 1e-2 * lengths + smallest) & distance.isfinite()).any()):
             raise NotTakenApart(
-                f"the rows of layer {seen.watched.name!r} ({type(seen.module).__name__}) are not equally many of each "
-                "sample, one sample after the other: put the batch first, and mask rows instead of picking them"
+                f"the rows of layer {seen.watched.name!r} ({type(seen.module).__name__}) are not the samples' own, as "
+                "many of each, one sample after the other: put the batch first, keep its order, and mask rows instead "
+                "of picking them"
             )
 
     def forget(self) -> None:
