@@ -30,6 +30,14 @@ def keep_freed_memory() -> bool:
     return bool(never_mapped and never_trimmed)
 
 
+def return_freed_memory() -> None:
+    """Give back once what is kept free at the moment, where malloc is glibc's: this process is about to wait."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except AttributeError:
+        return
+
+
 def describe(*packages: str) -> dict[str, Any]:
     """Processor, number of cores, and the versions of some packages (None for one that is not installed)."""
     return {"cpu": _cpu(), "cores": os.cpu_count(), **{package: _version(package) for package in packages}}

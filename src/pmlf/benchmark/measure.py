@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from pmlf import machine
+
 if TYPE_CHECKING:  # the parent does not need it
     from pmlf.benchmark.contenders import Runner
 
@@ -208,7 +210,6 @@ class _Measured:
     def __init__(self, job: Job, first: Callable[[], str]) -> None:
         import torch
 
-        from pmlf import machine
         from pmlf.benchmark import cases, contenders
 
         if job.conditions.freed_memory == "kept":
@@ -221,7 +222,7 @@ class _Measured:
         first()  # imports may run side by side, work may not
         small = cases.CASES["linear"].prepare(0.002)
         _call(contender.prepare(*small, 1), self._clock)  # some libraries load parts at first use
-        self._before = _peak_bytes()
+        self._before = self._peak = _peak_bytes()
         model, batch = case.prepare(job.batch_scale)
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
         self._runner = contender.prepare(model, batch, case.micro_batches)
@@ -237,10 +238,12 @@ class _Measured:
         while len(calls) < _ROUND_CALLS or sum(call.seconds for call in calls) < _ROUND_SECONDS:
             calls.append(_call(self._runner, self._clock))
         gc.collect()  # what cycles hold must not add up from round to round
+        self._peak = max(self._peak, _peak_bytes())  # Linux counts it to within some pages, more or less
+        machine.return_freed_memory()  # the others need it, who are alive all at once
         return {
             "seconds": [call.seconds for call in calls],
             "release_seconds": [call.release_seconds for call in calls if call.release_seconds is not None],
-            "peak_bytes": _peak_bytes() - self._before,
+            "peak_bytes": self._peak - self._before,
             "parameters": self._parameters,
             "clipped_sum_norm": calls[0].clipped_sum_norm,
         }
