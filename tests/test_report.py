@@ -127,6 +127,24 @@ def test_tuning_is_listed_with_every_trial_and_an_end_of_the_grid_is_said() -> N
         assert "ccounted for in epsilon" in made and "an end of the grid" in made and "40.00" in made
 
 
+@pytest.mark.parametrize("artifact", ["figure-4", "table-4"])
+def test_what_is_contradicted_is_in_sight_and_what_cannot_be_told_is_counted(artifact: str) -> None:
+    """Table 4's orderings, all that are contradicted, were missing at the top of the page."""
+    changed = document(artifact=artifact)
+    filters = ["a {-0.9}, b {0.1}", "a {-0.6}, b {0.4}", "a {}, b {1}"]
+    best = 0 if artifact == "table-4" else 1
+    for index, cell in enumerate(changed["cells"]):
+        if artifact == "table-4":
+            cell["variant"], cell["dataset"] = filters[index], "mnist"
+        accuracies = [0.5, 0.51, 0.52] if index == best else [0.7, 0.71, 0.72] if index < 2 else [0.5, 0.6, 0.45]
+        cell["runs"] = [run(seed, accuracy, lr=index) for seed, accuracy in enumerate(accuracies)]
+    glance = re.search(r'<section id="glance">.*?</section>', page.render([Record(changed)], []), re.DOTALL)
+    assert glance is not None
+    in_sight, folded, *_ = glance[0].split("<details>")
+    assert in_sight.count(">contradicted<") == 1 and ">cannot tell<" not in in_sight
+    assert "1 that cannot be told" in folded and folded.count(">cannot tell<") == 1
+
+
 def test_smoke_counts_for_nothing() -> None:
     smoke = Record(document(profile="smoke"))
     assert not words.tally([smoke])

@@ -26,14 +26,15 @@ def render(records: Sequence[Record], diagnostics: Sequence[dict[str, Any]]) -> 
         loader=jinja2.FunctionLoader(_asset), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
     )
     real = [record for record in records if record.profile != "smoke"]
+    compared = words.comparisons(real)
     return environment.get_template("report.html.j2").render(
         css=_asset("report.css"),
         js=_asset("report.js"),
         artifacts=[_artifact(name, records) for name in paper.BY_NAME],
         views={record.key: _view(record) for record in records},
         tiles=_tiles(real),
-        # Table 4 has seven filters at every epsilon: in its own section
-        glance=[(r, one) for r in real if r.artifact != "table-4" for one in r.differences()],
+        told=[each for each in compared if each[1].told],
+        not_told=[each for each in compared if not each[1].told],
         recorded=bool(real),
         verdicts=words.verdicts(real),
         missing=words.missing(records),

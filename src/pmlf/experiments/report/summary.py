@@ -55,6 +55,11 @@ class Difference:
             return "holds"
         return "contradicted" if self.mean < -self.half_width else "cannot tell"
 
+    @property
+    def told(self) -> bool:
+        """Whether this says anything of it."""
+        return self.verdict in ("holds", "contradicted")
+
 
 class Cell:
     """One cell of a record, with its statistics. Accuracies are in per cent from here on."""

@@ -137,10 +137,19 @@ def _settings(record: Record) -> list[str]:
     return lines
 
 
+def comparisons(records: Sequence[Record]) -> list[tuple[Record, Difference]]:
+    """Every ordering that was run, smoke left out; one that artifacts share comes once, with the first of them."""
+    found: dict[frozenset[str], tuple[Record, Difference]] = {}
+    for record in records:
+        if record.profile != "smoke":
+            for one in record.differences():
+                found.setdefault(one.runs, (record, one))
+    return list(found.values())
+
+
 def tally(records: Sequence[Record]) -> Counter[str]:
-    """How often each verdict was reached, smoke left out; a comparison that artifacts share counts once."""
-    found = {d.runs: d.verdict for record in records if record.profile != "smoke" for d in record.differences()}
-    return Counter(found.values())
+    """How often each verdict was reached."""
+    return Counter(one.verdict for _, one in comparisons(records))
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:
