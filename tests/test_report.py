@@ -127,6 +127,18 @@ def test_tuning_is_listed_with_every_trial_and_an_end_of_the_grid_is_said() -> N
         assert "ccounted for in epsilon" in made and "an end of the grid" in made and "40.00" in made
 
 
+def test_what_a_chosen_rate_changes_against_the_shared_one_is_said() -> None:
+    tuned = document(protocol="tuned")
+    for cell in tuned["cells"]:
+        cell["trials"] = [run(1000, 0.4, lr=1.5)]
+        cell["runs"] = [run(each["seed"], each["accuracy"] - 0.04, lr=1.5) for each in cell["runs"]]
+    records = [Record(document()), Record(tuned)]
+    for made in (page.render(records, []), text.markdown(records, [])):
+        assert made.count("in place of the shared one changes DPSGD -4.00 (-4.02 to -3.98)") == 1
+    alone = text.markdown(records[1:], [])
+    assert "in place of the shared one" not in alone
+
+
 @pytest.mark.parametrize("artifact", ["figure-4", "table-4"])
 def test_what_is_contradicted_is_in_sight_and_what_cannot_be_told_is_counted(artifact: str) -> None:
     """Table 4's orderings, all that are contradicted, were missing at the top of the page."""

@@ -31,7 +31,7 @@ def render(records: Sequence[Record], diagnostics: Sequence[dict[str, Any]]) -> 
         css=_asset("report.css"),
         js=_asset("report.js"),
         artifacts=[_artifact(name, records) for name in paper.BY_NAME],
-        views={record.key: _view(record) for record in records},
+        views={record.key: _view(record, records) for record in records},
         tiles=_tiles(real),
         told=[each for each in compared if each[1].told],
         not_told=[each for each in compared if not each[1].told],
@@ -55,12 +55,13 @@ class _View:
     differences: list[Difference]
     trials: list[Trials]
     rates: list[float]
+    tuning: list[str]
     curves: list[Chart]
     facts: list[tuple[str, str]]
     certificates: list[tuple[str, dict[str, Any]]]
 
 
-def _view(record: Record) -> _View:
+def _view(record: Record, records: Sequence[Record]) -> _View:
     certified = [(f"{cell.place}: {cell.variant}", cell.document["certificate"]) for cell in record.cells if cell.runs]
     return _View(
         charts=charts.of_record(record),
@@ -68,6 +69,7 @@ def _view(record: Record) -> _View:
         differences=list(record.differences()),
         trials=(tried := trials(record)),
         rates=sorted({rate for one in tried for rate in one.accuracies}),
+        tuning=words.tuning(record, records),
         curves=charts.learning_curves(record),
         facts=words.facts(record),
         certificates=certified,

@@ -28,7 +28,7 @@ def markdown(records: Sequence[Record], diagnostics: Sequence[dict[str, Any]]) -
     parts.append("## Still to run\n\n" + _items(words.missing(records)))
     for record in real:
         if record.done:
-            parts.append(_record(record))
+            parts.append(_record(record, real))
     for document in diagnostics:
         parts.append(_diagnostics(theory.view(document)))
     parts.append("## Where the published numbers cannot be compared\n\n" + _items(words.NOT_COMPARABLE))
@@ -40,11 +40,11 @@ def latex(records: Sequence[Record]) -> str:
     return "\n".join(_latex_panel(panel, record) for record in records if record.done for panel in panels(record))
 
 
-def _record(record: Record) -> str:
+def _record(record: Record, records: Sequence[Record]) -> str:
     said = claims(record.artifact)["statements"]
     parts = [f"## {paper.BY_NAME[record.artifact].title} ({record.artifact}, {record.profile}, {record.protocol})\n"]
     parts.append("The paper says: " + " ".join(said) + "\n")
-    found = words.findings(record)
+    found = [*words.findings(record), *words.tuning(record, records)]
     if found:
         parts.append("Measured:\n\n" + _items(found))
     parts += [_panel(panel) for panel in panels(record)]

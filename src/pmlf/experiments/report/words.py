@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pmlf.experiments import paper
 from pmlf.experiments.artifacts import PROTOCOLS
-from pmlf.experiments.report.summary import Cell, Difference, Record, named
+from pmlf.experiments.report.summary import Cell, Difference, Record, difference, named
 from pmlf.experiments.report.tables import duration
 
 _TELLING = 3.0  # points: a bound on a lead above this says nothing
@@ -79,6 +79,22 @@ def findings(record: Record) -> list[str]:
             means = [cell.mean for cell in record.at(place) if cell.mean is not None]
             if len(means) > 1:
                 lines.append(f"{place}: the means over beta lie within {max(means) - min(means):.1f} points.")
+    return lines
+
+
+def tuning(record: Record, records: Sequence[Record]) -> list[str]:
+    """What a record's chosen learning rates changed against the shared one, paired over seeds."""
+    if record.protocol != "tuned":
+        return []
+    lines = []
+    for shared in records:
+        if (shared.artifact, shared.profile, shared.protocol) == (record.artifact, record.profile, "shared"):
+            for place in record.places:
+                before = {cell.variant: cell for cell in shared.at(place)}
+                changes = [difference(cell, before.get(cell.variant)) for cell in record.at(place)]
+                told = ", ".join(f"{one.above} {signed(one)}" for one in changes if one is not None)
+                if told:
+                    lines.append(f"{place}: the chosen rate in place of the shared one changes {told}.")
     return lines
 
 
