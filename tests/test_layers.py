@@ -89,6 +89,7 @@ def test_all_memory_forms_give_the_same_sum(name: str, form: str, monkeypatch: p
     monkeypatch.setattr(choice, "held_late", lambda kept, samples: (list(kept) if chosen["late"] else [], 2))
     monkeypatch.setattr(choice, "prefers_gram", lambda uses: chosen["gram"])
     monkeypatch.setattr(factors, "CHUNK_BYTES", 1)  # one sample at a time
+    monkeypatch.setattr(factors, "_LARGEST_BLOCK", 1)
     for ours, reference in zip(released(), expected, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
 
@@ -135,3 +136,15 @@ def test_squared_norms_are_exact_over_many_equal_numbers() -> None:
     exact = 3_000_001 * float(torch.tensor(0.1)) ** 2
     for value in gradients.squared_norms(equal).tolist():
         assert value == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize(("bytes_each", "expected"), [(1 << 20, 6), (3 << 20, 3), (12 << 20, 2), (1 << 30, 1), (0, 50)])
+def test_blocks_have_as_many_samples_for_every_thread(
+    bytes_each: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that none is idle; but a block of large samples is no larger than some 32 MB."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    use = factors.Outer(samples=50, tokens=1, rows=1, cols=1, left=torch.ones(50, 1, 1), right=torch.ones(50, 1, 1))
+    blocks = list(use.blocks(bytes_each))
+    assert blocks[0] == slice(0, expected)
+    assert [i for block in blocks for i in range(block.start, block.stop)] == list(range(50))

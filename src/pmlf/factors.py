@@ -18,6 +18,7 @@ from torch import Tensor
 
 Scratch = Callable[[Tensor], Tensor]  # work memory like a given tensor
 CHUNK_BYTES = 1 << 21  # work memory of a block of samples, for each thread: near its cache, and reused by malloc
+_LARGEST_BLOCK = 1 << 25  # bytes of work memory up to which a block has a sample for every thread, however large
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +57,14 @@ class Factors(ABC):
         return 2 * self.size
 
     @property
+    def side_size(self) -> int:
+        """Numbers in the sides of one sample."""
+        return self.groups * self.tokens * (self.rows + self.cols)
+
+    @property
     def stored(self) -> int:
         """Numbers of one sample kept in memory."""
-        return self.tokens * (self.rows + self.cols)
+        return self.side_size
 
     @abstractmethod
     def sides(self, chosen: slice) -> tuple[Tensor, Tensor]:
@@ -91,9 +97,11 @@ class Factors(ABC):
         return flat.view(shape)
 
     def blocks(self, bytes_each: int, chosen: slice | None = None) -> Iterator[slice]:
-        """Slices of the samples, or of some of them, whose work memory stays near the cache."""
+        """Slices of the samples, or of some of them, whose work memory stays near the cache: as many samples for every
+        thread, so that none is idle at a slice's end."""
         first, last = (0, self.samples) if chosen is None else (chosen.start, chosen.stop)
-        step = max(1, torch.get_num_threads() * CHUNK_BYTES // max(1, bytes_each))
+        threads, needed = torch.get_num_threads(), max(1, bytes_each)
+        step = threads * (CHUNK_BYTES // needed) or max(1, min(threads, _LARGEST_BLOCK // needed))
         return (slice(start, min(start + step, last)) for start in range(first, last, step))
 
     def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
@@ -217,7 +225,7 @@ class Lookup(Factors):
         return 3 * self.size  # made zero first
 
     @property
-    def stored(self) -> int:
+    def side_size(self) -> int:
         return self.tokens * self.cols
 
     def sides(self, chosen: slice) -> tuple[Tensor, Tensor]:

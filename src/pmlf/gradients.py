@@ -200,7 +200,7 @@ class ParameterGradient:
 
 def _form(factors: Factors, chosen: slice, out: Tensor, *, add: bool) -> None:
     """Write, or add, the gradients of some samples into out (n, size), in blocks near the cache."""
-    for block in factors.blocks(4 * factors.groups * factors.tokens * (factors.rows + factors.cols), chosen):
+    for block in factors.blocks(4 * factors.side_size, chosen):
         factors.form(block, out[block.start - chosen.start : block.stop - chosen.start], add=add)
 
 
@@ -234,8 +234,7 @@ def factored_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor | None]:
             squared *= squared_norms(left.flatten(1))
         return squared, None
     unit = torch.finfo(first.dtype).eps / 2
-    sides = 8 * sum(use.groups * use.tokens * (use.rows + use.cols) for use in uses)
-    work = sides + (8 * first.groups * first.tokens**2 if by_gram else 4 * first.size)
+    work = 8 * sum(use.side_size for use in uses) + (8 * first.groups * first.tokens**2 if by_gram else 4 * first.size)
     norms, slacks = [], []
     for chosen in first.blocks(work):
         if by_gram:
