@@ -23,7 +23,8 @@ from rich.console import Console
 from pmlf import models
 from pmlf.data import ImageDataset
 from pmlf.data import collate as collate_images
-from pmlf.experiments import display, runner, tasks
+from pmlf.experiments import runner, tasks
+from pmlf.experiments.run_display import train_progress
 from pmlf.experiments.spec import RunSpec
 from pmlf.step import PrivateStep
 
@@ -77,7 +78,7 @@ def main() -> None:
 
     spec = RunSpec(method="dp-pmlf", model="cnn5", batch_size=BATCH, steps=arguments.steps, noise_multiplier=1.0)
     accumulate = PrivateStep.accumulate
-    with display.train_progress(Console(stderr=True)) as observer, tempfile.TemporaryDirectory() as folder:
+    with train_progress(Console(stderr=True)) as observer, tempfile.TemporaryDirectory() as folder:
         clock = Clock(observer)
 
         def timed(self: PrivateStep, micro_batch: Any, **options: Any) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from pmlf.commands.common import Command, check_plot, say
 from pmlf.experiments import display
 from pmlf.experiments.results import SENSITIVE_NOTE, RunResult, comparison_json, rate_note
+from pmlf.experiments.run_display import compare_progress, train_progress
 from pmlf.experiments.spec import RunSpec, Setting, comparison, shown_default
 
 if TYPE_CHECKING:  # torch behind it takes seconds to import
@@ -101,7 +102,7 @@ class Train(TrainingCommand):
             say(f"warning: diagnostics of gradients are recorded, {SENSITIVE_NOTE}")
         spec, out = self._continued(self.resume) if self.resume else self._new()
         console = Console(stderr=True)
-        with display.train_progress(console) as observer:
+        with train_progress(console) as observer:
             result = runner.run(
                 spec,
                 out,
@@ -158,7 +159,7 @@ class Compare(TrainingCommand):
         self.warn()
         specs = comparison(self.setting, self.methods)
         out = self.folder("comparison")
-        with display.compare_progress(Console(stderr=True), self.methods) as observer:
+        with compare_progress(Console(stderr=True), self.methods) as observer:
             results = runner.compare(
                 specs,
                 out,
