@@ -57,7 +57,7 @@ def in_the_middle_of_a_ledger_line(calls: int) -> None:
             die()
         return whole(descriptor, content)
 
-    ledger.os.write = write  # type: ignore[attr-defined]
+    ledger.os.write = write  # type: ignore[assignment]
 
 
 def between_the_ledger_and_the_release(calls: int) -> None:
@@ -90,7 +90,7 @@ def before_a_checkpoint_s_rename(calls: int) -> None:
             die()
         return replace(self, target)
 
-    files.Path.replace = renamed  # type: ignore[method-assign]
+    files.Path.replace = renamed  # type: ignore[method-assign, assignment]
 
 
 def after_a_checkpoint_s_rename(calls: int) -> None:
@@ -120,7 +120,7 @@ def before_sync(calls: int, prefix: str) -> None:
             die()
         sync(descriptor)
 
-    files.os.fsync = dying  # type: ignore[attr-defined]
+    files.os.fsync = dying  # type: ignore[assignment]
 
 
 MOMENTS: dict[str, tuple[Callable[[int], None], int]] = {  # each with the largest n of its countdown

@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -125,8 +126,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     makers: dict[str, Callable[[], Factors]] = {
-        **{name: lambda shape=shape: linear(*shape) for name, shape in LINEAR.items()},
-        **{name: lambda shape=shape: convolution(*shape) for name, shape in CONVOLUTION.items()},
+        **{name: partial(linear, *shape) for name, shape in LINEAR.items()},
+        **{name: partial(convolution, *shape) for name, shape in CONVOLUTION.items()},
     }
     rows = []
     print(f"{'layer':28} k  {'gram':>8} {'dropped':>8} {'held':>8} ms   choice   behind")

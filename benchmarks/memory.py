@@ -27,7 +27,7 @@ def measure(mode: str) -> dict[str, float]:
 
     before = peak_bytes()
     torch.manual_seed(0)
-    model = RobertaForSequenceClassification(RobertaConfig(num_labels=2, vocab_size=50265, max_position_embeddings=514))
+    model = RobertaForSequenceClassification(RobertaConfig(vocab_size=50265, max_position_embeddings=514))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     batch = {"input_ids": torch.randint(5, 50265, (SAMPLES, TOKENS)), "labels": torch.randint(2, (SAMPLES,))}
 

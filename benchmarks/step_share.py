@@ -35,7 +35,9 @@ class Clock:
     """Time inside `accumulate` of each step, and of whole steps, from the end of one to the end of the next."""
 
     def __init__(self, observer: Any) -> None:
-        self.inside, self.gradients, self.steps, self.ended = 0.0, [], [], 0.0
+        self.inside, self.ended = 0.0, 0.0
+        self.gradients: list[float] = []
+        self.steps: list[float] = []
         self.observer = observer
 
     def started(self, spec: RunSpec, steps: int) -> None:
