@@ -107,7 +107,7 @@ def capture(
             for index, rows in zip(looked_at, marked, strict=True):
                 recorder.refuse_rows_of_others(index, grads[index], rows, marks)
             del marked
-        now = dict(model.named_buffers())
+        now = dict(model.named_buffers()) if copies else {}
         rewritten = [n for n, copy in copies.items() if now.get(n) is not copy or not same_bits(copy, buffers[n])]
     del loss, wanted
     rewritten += [name for name, (parameter, version) in frozen.items() if parameter._version != version]

@@ -7,9 +7,11 @@ how to add their clipped sum by one matrix product.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -60,6 +62,11 @@ class Factors(ABC):
     def side_size(self) -> int:
         """Numbers in the sides of one sample."""
         return self.groups * self.tokens * (self.rows + self.cols)
+
+    @property
+    def gram_size(self) -> int:
+        """Numbers of one sample at work in inner products: `wide` and what comes of it."""
+        return self.side_size + 2 * self.groups * self.tokens**2
 
     @property
     def stored(self) -> int:
@@ -148,19 +155,20 @@ class Window:
     space: tuple[int, ...]
     kernel: tuple[int, ...]
 
+    @property
+    def pixels(self) -> int:
+        return math.prod(self.space)
+
     def patch_products(self, pixels: Tensor) -> Tensor:
         """Inner products of patches, as sums of shifted blocks of those of pixels: (n, 1, tokens, tokens)."""
         dims = len(self.space)
-        grid = pixels.view(-1, *self.space, *self.space)
-        out = [size - k + 1 for size, k in zip(self.space, self.kernel, strict=True)]
-        total: Tensor | None = None
-        for shift in torch.cartesian_prod(*(torch.arange(k) for k in self.kernel)).view(-1, dims).tolist():
-            block = grid
-            for axis in range(dims):
-                for side in (1 + axis, 1 + dims + axis):
-                    block = block.narrow(side, shift[axis], out[axis])
-            total = block.clone(memory_format=torch.contiguous_format) if total is None else total.add_(block)
-        assert total is not None
+        out = tuple(size - k + 1 for size, k in zip(self.space, self.kernel, strict=True))
+        grid = pixels.contiguous().view(-1, *self.space, *self.space)
+        steps = [grid.stride(1 + axis) + grid.stride(1 + dims + axis) for axis in range(dims)]  # both sides move
+        total = grid.new_zeros(len(grid), *out, *out)
+        for shift in product(*map(range, self.kernel)):
+            start = grid.storage_offset() + sum(by * step for by, step in zip(shift, steps, strict=True))
+            total += grid.as_strided(total.shape, grid.stride(), start)
         return total.flatten(1, dims).flatten(2).unsqueeze(1)
 
 
@@ -187,9 +195,14 @@ class Outer(Factors):
         return Wide(left=self.left[chosen].unsqueeze(1).to(dtype), right=self.right[chosen].unsqueeze(1).to(dtype))
 
     def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
-        scaled = torch.mul(self.left, scale.to(self.left.dtype)[:, None, None], out=scratch(self.left)).flatten(0, 1)
+        left, right = self.left, self.right
+        per_sample = scale.to(self.dtype)[:, None, None]
+        if self.rows <= self.cols:  # the side with fewer numbers
+            left = torch.mul(left, per_sample, out=scratch(left))
+        else:
+            right = torch.mul(right, per_sample, out=scratch(right))
         matrix = out.view(self.rows, self.cols)
-        torch.addmm(matrix, scaled.mT, self.right.flatten(0, 1), beta=1 if add else 0, out=matrix)
+        torch.addmm(matrix, left.flatten(0, 1).mT, right.flatten(0, 1), beta=1 if add else 0, out=matrix)
 
     def merged(self, other: Factors) -> Factors | None:
         """A first layer has the same input at every point: only the gradients at its output are added."""
@@ -272,16 +285,23 @@ class Patches(Factors):
             return None
         space = tuple(size + k - 1 for size, k in zip(self.grad.shape[2:], self.kernel, strict=True))
         taps = self.cols // self.input.shape[1]
-        pixels = torch.Size(space).numel()
-        return Window(space=space, kernel=self.kernel) if pixels * pixels < self.tokens**2 * taps else None
+        window = Window(space=space, kernel=self.kernel)
+        return window if window.pixels**2 < self.tokens**2 * taps else None
 
     @property
     def gram_operations(self) -> int:
         window = self.window
         if window is None:
             return self.groups * self.tokens * self.tokens * (self.rows + self.cols)
-        pixels = torch.Size(window.space).numel()
-        return self.tokens * self.tokens * self.rows + pixels * pixels * self.input.shape[1]
+        return self.tokens * self.tokens * self.rows + window.pixels * window.pixels * self.input.shape[1]
+
+    @property
+    def gram_size(self) -> int:
+        window = self.window
+        if window is None:
+            return super().gram_size
+        sides = self.tokens * self.rows + window.pixels * self.input.shape[1]
+        return sides + window.pixels**2 + 2 * self.tokens**2
 
     @property
     def form_touches(self) -> int:

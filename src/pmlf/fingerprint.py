@@ -22,6 +22,7 @@ def bit_sum(tensor: Tensor) -> int:
     flat, each = tensor.contiguous().view(-1), 8 // tensor.element_size()
     if flat.storage_offset() % each:  # in the middle of a word
         flat = flat.clone()
-    whole = flat.numel() - flat.numel() % each
-    rest = flat[whole:].view(torch.uint8).sum() if whole < flat.numel() else 0
-    return int(flat[:whole].view(torch.int64).sum()) + int(rest)
+    odd = flat.numel() % each
+    if not odd:
+        return int(flat.view(torch.int64).sum())
+    return int(flat[:-odd].view(torch.int64).sum()) + int(flat[-odd:].view(torch.uint8).sum())

@@ -24,6 +24,7 @@ from pmlf import choice
 from pmlf.factors import Factors, blank, full_precision, wide_dtype
 
 _NORM_BLOCK = 1024  # float32 sums of squares run over this many numbers, float64 over the blocks
+_SHORT_ROW = 128  # numbers, up to which float64 costs no more
 _TINY = 1e-25  # a norm^2 below which squares that float32 cannot hold may matter
 
 
@@ -137,7 +138,8 @@ class ParameterGradient:
         add = self._held is not None
         if self._held is None:
             self._held, self._like = self._workspace.buffer(self._name, factors, factors.samples), factors
-        _form(factors, slice(0, factors.samples), self._held, add=add)
+        for block in factors.blocks(4 * factors.side_size):  # near the cache
+            factors.form(block, self._held[block], add=add)
 
     def norms(self) -> tuple[Tensor, Tensor | None]:
         """(norm^2, slack) of every sample, float64, norm^2 never below the true one and slack as said above."""
@@ -153,8 +155,10 @@ class ParameterGradient:
         if self._part is None or len(self._part) < samples:
             self._part = self._like.sides(slice(0, 1))[1].new_empty(samples, self._like.size)
         part = self._part[:samples]
-        for index, factors in enumerate(self._factors):
-            _form(factors, chosen, part, add=index > 0)
+        for block in self._like.blocks(4 * self._like.side_size, chosen):  # near the cache, for all uses
+            out = part[block.start - chosen.start : block.stop - chosen.start]
+            for index, factors in enumerate(self._factors):
+                factors.form(block, out, add=index > 0)
         return part
 
     def add_clipped(self, part: Tensor, scale: Tensor) -> None:
@@ -198,12 +202,6 @@ class ParameterGradient:
         self._held, self._part, self._total, self._factors = None, None, None, []  # served
 
 
-def _form(factors: Factors, chosen: slice, out: Tensor, *, add: bool) -> None:
-    """Write, or add, the gradients of some samples into out (n, size), in blocks near the cache."""
-    for block in factors.blocks(4 * factors.side_size, chosen):
-        factors.form(block, out[block.start - chosen.start : block.stop - chosen.start], add=add)
-
-
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's strides if it fills its memory (contiguous, channels-last), else contiguous ones."""
     return torch.empty_like(tensor, device="meta").stride()
@@ -211,16 +209,18 @@ def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
 
 def squared_norms(gradients: Tensor) -> Tensor:
     """|row|^2 of every row in float64, of float32 sums over short blocks: exact to about 2^-18 relative."""
-    rows, size = gradients.shape
-    whole, wide = size - size % _NORM_BLOCK, wide_dtype(gradients)
-    blocks = torch.linalg.vector_norm(gradients[:, whole:], dim=1).to(wide).square_()
+    size, wide = gradients.shape[1], wide_dtype(gradients)
+    if size <= _SHORT_ROW:
+        return torch.linalg.vector_norm(gradients, dim=1, dtype=wide).square_()
+    whole = size - size % _NORM_BLOCK if size > _NORM_BLOCK else 0
+    squared = torch.linalg.vector_norm(gradients[:, whole:], dim=1).to(wide).square_()
     if whole:
-        parts = gradients[:, :whole].view(rows, -1, _NORM_BLOCK)
-        blocks += torch.linalg.vector_norm(parts, dim=2).to(wide).square_().sum(1)
-    tiny = blocks < _TINY
-    if bool(tiny.any()):
-        blocks[tiny] = gradients[tiny].to(wide).square().sum(1)
-    return blocks
+        blocks = torch.linalg.vector_norm(gradients[:, :whole].unflatten(1, (-1, _NORM_BLOCK)), dim=2)
+        squared += torch.linalg.vector_norm(blocks, dim=1, dtype=wide).square_()
+    if not float(squared.min()) >= _TINY:  # nor is NaN
+        tiny = squared < _TINY
+        squared[tiny] = gradients[tiny].to(wide).square().sum(1)
+    return squared
 
 
 def factored_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor | None]:
@@ -234,7 +234,7 @@ def factored_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor | None]:
             squared *= squared_norms(left.flatten(1))
         return squared, None
     unit = torch.finfo(first.dtype).eps / 2
-    work = 8 * sum(use.side_size for use in uses) + (8 * first.groups * first.tokens**2 if by_gram else 4 * first.size)
+    work = 8 * sum(use.gram_size if by_gram else use.side_size for use in uses) + (0 if by_gram else 4 * first.size)
     norms, slacks = [], []
     for chosen in first.blocks(work):
         if by_gram:

@@ -36,8 +36,8 @@ def clip_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
 
 def _finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
     """Zero for a sample whose norm is not finite, or so large that float32 would round its factor up."""
-    factors = clip_factors(norms, clip_norm, clipping)
-    return torch.where(norms.isfinite() & (factors >= _SMALLEST_FACTOR), factors, 0.0)
+    factors = clip_factors(norms, clip_norm, clipping)  # NaN of NaN, 0 of infinity: neither is as large as
+    return torch.where(factors >= _SMALLEST_FACTOR, factors, 0.0)
 
 
 class SampleMomentum:
@@ -85,16 +85,18 @@ class SampleMomentum:
         )
         # in the parameters' order, not a set's: sums round the same way in every process
         others = [name for name in self._gradients if name in self._touched and name not in late]
-        squared, slack = self._squared_norms(others)
-        norms, scale = torch.empty_like(squared), torch.empty_like(squared)
+        norms, slack = self._squared_norms(others)  # squares until all parameters are counted
+        scale = torch.empty_like(norms)
         aside: list[int] = []
         for start in range(0, self._samples, step):
             chosen = slice(start, min(start + step, self._samples))
-            total, formed = squared[chosen], {name: self._gradients[name].formed(chosen) for name in late}
+            some, formed = norms[chosen], {name: self._gradients[name].formed(chosen) for name in late}
             for part in formed.values():
-                total += squared_norms(part).to(total)
-            norms[chosen] = total.sqrt_() if slack is None else total.sqrt_() + slack[chosen]
-            scale[chosen] = _finite_factors(norms[chosen], clip_norm, clipping)
+                some += squared_norms(part).to(some)
+            some.sqrt_()
+            if slack is not None:
+                some += slack[chosen]
+            scale[chosen] = _finite_factors(some, clip_norm, clipping)
             if slack is not None:
                 rounded = scale[chosen] * slack[chosen] > _LARGEST_ROUNDING * clip_norm
                 for row in rounded.nonzero().flatten().tolist():
@@ -116,8 +118,7 @@ class SampleMomentum:
             taken[aside] = True
             for name in others:
                 self._gradients[name].set_aside(taken)
-        refused = scale == 0.0
-        some_refused = bool(refused.any())
+        refused = None if bool(scale.all()) else scale == 0.0
         for name, gradient in self._gradients.items():
             out = into[name]
             if before is not None:
@@ -125,7 +126,7 @@ class SampleMomentum:
             elif name not in self._touched:
                 out.zero_()
             if name in self._touched:
-                if some_refused:
+                if refused is not None:
                     gradient.without(refused)
                 gradient.write_clipped_sum(scale.to(out.device), out, add=before is not None)
         return norms
