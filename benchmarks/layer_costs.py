@@ -92,7 +92,7 @@ def ways(uses: list[Factors]) -> dict[str, Callable[[], object]]:
             chosen = slice(start, min(start + slices, first.samples))
             part = gradient.formed(chosen)
             squared_norms(part)
-            gradient.add_clipped(part, scale[chosen])
+            gradient.add_clipped(part, scale[chosen], None)
         gradient.write_clipped_sum(scale, out, add=False)
 
     return {"gram": product(True), "dropped": product(False), "held": held}

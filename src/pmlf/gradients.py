@@ -161,12 +161,12 @@ class ParameterGradient:
                 factors.form(block, out, add=index > 0)
         return part
 
-    def add_clipped(self, part: Tensor, scale: Tensor) -> None:
-        """Take up the clipped sum of some samples: scale_i is 0 for one that is refused, whatever is in its row."""
-        part = part.masked_fill_((scale == 0.0).unsqueeze(1), 0.0) if bool((scale == 0.0).any()) else part
+    def add_clipped(self, part: Tensor, scale: Tensor, refused: Tensor | None) -> None:
+        """Take up the clipped sum of some samples; those marked in `refused` add nothing, whatever is in their rows."""
+        part = part if refused is None else part.masked_fill_(refused.to(part.device).unsqueeze(1), 0.0)
         if self._total is None:
             self._total = part.new_zeros(part.shape[1])
-        self._total.addmv_(part.mT, scale.to(part.dtype))
+        self._total.addmv_(part.mT, scale.to(part))
 
     def forget_factors(self) -> None:
         """All samples were taken up by `add_clipped`."""
@@ -212,11 +212,13 @@ def squared_norms(gradients: Tensor) -> Tensor:
     size, wide = gradients.shape[1], wide_dtype(gradients)
     if size <= _SHORT_ROW:
         return torch.linalg.vector_norm(gradients, dim=1, dtype=wide).square_()
-    whole = size - size % _NORM_BLOCK if size > _NORM_BLOCK else 0
-    squared = torch.linalg.vector_norm(gradients[:, whole:], dim=1).to(wide).square_()
-    if whole:
-        blocks = torch.linalg.vector_norm(gradients[:, :whole].unflatten(1, (-1, _NORM_BLOCK)), dim=2)
-        squared += torch.linalg.vector_norm(blocks, dim=1, dtype=wide).square_()
+    rest, parts = size % _NORM_BLOCK, []
+    if rest:
+        parts.append(torch.linalg.vector_norm(gradients[:, size - rest :], dim=1).to(wide).square_())
+    if rest < size:
+        lengths = torch.linalg.vector_norm(gradients[:, : size - rest].unflatten(1, (-1, _NORM_BLOCK)), dim=2)
+        parts.append(torch.linalg.vector_norm(lengths, dim=1, dtype=wide).square_())
+    squared = parts[0] if len(parts) == 1 else parts[0] + parts[1]
     if not float(squared.min()) >= _TINY:  # nor is NaN
         tiny = squared < _TINY
         squared[tiny] = gradients[tiny].to(wide).square().sum(1)

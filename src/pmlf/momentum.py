@@ -40,6 +40,11 @@ def _finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tens
     return torch.where(factors >= _SMALLEST_FACTOR, factors, 0.0)
 
 
+def _refused(factors: Tensor) -> Tensor | None:
+    """Which samples have the factor 0, if any."""
+    return None if bool(factors.all()) else factors == 0.0
+
+
 class SampleMomentum:
     """v of every sample of a micro-batch, built up point by point, then clipped once and summed.
 
@@ -107,10 +112,11 @@ class SampleMomentum:
                     scale[one] = _finite_factors(norms[one], clip_norm, clipping)
                     for name in others:
                         if self._gradients[name].factors:
-                            self._gradients[name].add_clipped(rows[name], scale[one].to(rows[name].device))
+                            self._gradients[name].add_clipped(rows[name], scale[one], _refused(scale[one]))
                     aside.append(one.start)
+            factors, refused = scale[chosen], _refused(scale[chosen])
             for name, part in formed.items():
-                self._gradients[name].add_clipped(part, scale[chosen].to(part.device))
+                self._gradients[name].add_clipped(part, factors, refused)
         for name in late:
             self._gradients[name].forget_factors()
         if aside:
@@ -118,7 +124,7 @@ class SampleMomentum:
             taken[aside] = True
             for name in others:
                 self._gradients[name].set_aside(taken)
-        refused = None if bool(scale.all()) else scale == 0.0
+        refused = _refused(scale)
         for name, gradient in self._gradients.items():
             out = into[name]
             if before is not None:
