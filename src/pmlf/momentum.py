@@ -36,7 +36,7 @@ def clip_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
 
 def _finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
     """Zero for a sample whose norm is not finite, or so large that float32 would round its factor up."""
-    factors = clip_factors(norms, clip_norm, clipping)  # NaN of NaN, 0 of infinity: neither is as large as
+    factors = clip_factors(norms, clip_norm, clipping)  # NaN of NaN, and 0 of infinity
     return torch.where(factors >= _SMALLEST_FACTOR, factors, 0.0)
 
 
