@@ -1,4 +1,4 @@
-"""The three ways to a layer's norms and clipped sum, side by side: how far is the calibrated choice from the fastest?
+"""The four ways to a layer's norms and clipped sum, side by side: how far is the calibrated choice from the fastest?
 
     python benchmarks/layer_costs.py --out docs/results/layer-costs.json
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,8 +19,11 @@ from pathlib import Path
 import torch
 
 from pmlf import choice, machine
+from pmlf.arithmetic import squared_norms
 from pmlf.factors import Factors, Outer, Patches
-from pmlf.gradients import ParameterGradient, Workspace, factored_norms, squared_norms
+from pmlf.gradients import ParameterGradient, Workspace
+from pmlf.norms import factored_norms
+from pmlf.roots import Roots
 
 LINEAR = {  # samples, tokens, out, in
     "ViT projection": (64, 65, 192, 192),
@@ -73,13 +77,13 @@ def ways(uses: list[Factors]) -> dict[str, Callable[[], object]]:
     out, scale = torch.empty(shape), torch.rand(first.samples, dtype=torch.float64)
     slices = max(1, min(first.samples, choice.LATE_BYTES // (40 * first.size)))  # as if ten such layers shared it
 
-    def product(gram: bool) -> Callable[[], object]:
+    def product(way: choice.Norms) -> Callable[[], object]:
         def run() -> None:
-            decided, choice.prefers_gram = choice.prefers_gram, lambda uses: gram
+            decided, choice.way_to_norms = choice.way_to_norms, lambda uses: way
             try:
-                factored_norms(uses)
+                factored_norms(uses, Roots())
             finally:
-                choice.prefers_gram = decided
+                choice.way_to_norms = decided
             for index, use in enumerate(uses):
                 use.write_clipped_sum(scale, out, add=index > 0, scratch=workspace.scratch)
 
@@ -95,13 +99,16 @@ def ways(uses: list[Factors]) -> dict[str, Callable[[], object]]:
             gradient.add_clipped(part, scale[chosen], None)
         gradient.write_clipped_sum(scale, out, add=False)
 
-    return {"gram": product(True), "dropped": product(False), "held": held}
+    by_norms: dict[str, choice.Norms] = {"gram": "gram", "dropped": "dropped"}
+    if isinstance(first, Outer):
+        by_norms["root"] = "root"
+    return {**{name: product(way) for name, way in by_norms.items()}, "held": held}
 
 
 def chosen_way(uses: list[Factors]) -> str:
     if choice.saved_by_holding(uses) > 0:
         return "held"
-    return "gram" if choice.prefers_gram(uses) else "dropped"
+    return choice.way_to_norms(uses)
 
 
 def measure(uses: list[Factors], rounds: int) -> dict[str, float]:
@@ -130,14 +137,16 @@ def main() -> None:
         **{name: partial(convolution, *shape) for name, shape in CONVOLUTION.items()},
     }
     rows = []
-    print(f"{'layer':28} k  {'gram':>8} {'dropped':>8} {'held':>8} ms   choice   behind")
+    print(f"{'layer':28} k  {'gram':>8} {'root':>8} {'dropped':>8} {'held':>8} ms   choice   behind")
     for name, make in makers.items():
         for k in (1, 2):
             uses = [make() for _ in range(k)]
             seconds, way = measure(uses, arguments.rounds), chosen_way(uses)
             behind = seconds[way] / min(seconds.values())
             rows.append({"layer": name, "k": k, "seconds": seconds, "choice": way, "behind": behind})
-            times = " ".join(f"{1e3 * seconds[each]:8.2f}" for each in ("gram", "dropped", "held"))
+            times = " ".join(
+                f"{1e3 * seconds.get(each, math.nan):8.2f}" for each in ("gram", "root", "dropped", "held")
+            )
             print(f"{name:28} {k}  {times}      {way:8} {behind:.2f}", flush=True)
     if arguments.out:
         document = {**machine.describe("torch", "pmlf"), "threads": arguments.threads, "layers": rows}

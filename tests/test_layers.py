@@ -10,7 +10,7 @@ import torch
 from opacus import GradSampleModule
 from torch import Tensor, nn
 
-from pmlf import PrivateStep, choice, factors, gradients
+from pmlf import PrivateStep, arithmetic, choice, factors
 from pmlf.layers import rule_for
 from zoo import CASES, classify, make
 
@@ -64,10 +64,11 @@ def _keep_released(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FORMS = {
-    "held-at-once": {"at_once": True, "late": False, "gram": True},
-    "held-late": {"at_once": False, "late": True, "gram": True},
-    "gram": {"at_once": False, "late": False, "gram": True},
-    "formed-and-dropped": {"at_once": False, "late": False, "gram": False},
+    "held-at-once": {"at_once": True, "late": False, "norms": "gram"},
+    "held-late": {"at_once": False, "late": True, "norms": "gram"},
+    "gram": {"at_once": False, "late": False, "norms": "gram"},
+    "root": {"at_once": False, "late": False, "norms": "root"},
+    "formed-and-dropped": {"at_once": False, "late": False, "norms": "dropped"},
 }
 
 
@@ -88,9 +89,14 @@ def test_all_memory_forms_give_the_same_sum(name: str, form: str, monkeypatch: p
     chosen = FORMS[form]
     monkeypatch.setattr(choice, "holds_at_once", lambda use, points: chosen["at_once"])
     monkeypatch.setattr(choice, "held_late", lambda kept, samples: (list(kept) if chosen["late"] else [], 2))
-    monkeypatch.setattr(choice, "prefers_gram", lambda uses: chosen["gram"])
-    monkeypatch.setattr(factors, "CHUNK_BYTES", 1)  # one sample at a time
-    monkeypatch.setattr(factors, "_LARGEST_BLOCK", 1)
+
+    def way(uses: Any) -> Any:
+        has_root = all(isinstance(use, factors.Outer) for use in uses)
+        return "gram" if chosen["norms"] == "root" and not has_root else chosen["norms"]
+
+    monkeypatch.setattr(choice, "way_to_norms", way)
+    monkeypatch.setattr(arithmetic, "CHUNK_BYTES", 1)  # one sample at a time
+    monkeypatch.setattr(arithmetic, "_LARGEST_BLOCK", 1)
     for ours, reference in zip(released(), expected, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
 
@@ -135,7 +141,7 @@ def test_squared_norms_are_exact_over_many_equal_numbers() -> None:
     """Equal numbers make float32 rounding errors of one sign add up; blocks keep them small."""
     equal = torch.full((2, 3_000_001), 0.1)
     exact = 3_000_001 * float(torch.tensor(0.1)) ** 2
-    for value in gradients.squared_norms(equal).tolist():
+    for value in arithmetic.squared_norms(equal).tolist():
         assert value == pytest.approx(exact, rel=1e-5)
 
 
@@ -144,7 +150,7 @@ def test_squared_norms_of_tiny_rows_are_exact_whatever_stands_in_the_others(size
     """A NaN must not hide a row whose squares float32 cannot hold: it would count as nothing, and pass unclipped."""
     rows = torch.full((4, size), 1e-25)
     rows[1], rows[2], rows[3] = float("nan"), 1.0, 0.0
-    found = gradients.squared_norms(rows).tolist()
+    found = arithmetic.squared_norms(rows).tolist()
     assert found[0] == pytest.approx(size * float(torch.tensor(1e-25)) ** 2, rel=1e-6)
     assert math.isnan(found[1]) and found[2] == pytest.approx(size, rel=1e-5) and found[3] == 0.0
 
@@ -170,7 +176,6 @@ def test_blocks_have_as_many_samples_for_every_thread(
 ) -> None:
     """So that none is idle; but a block of large samples is no larger than some 32 MB."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    use = factors.Outer(samples=50, tokens=1, rows=1, cols=1, left=torch.ones(50, 1, 1), right=torch.ones(50, 1, 1))
-    blocks = list(use.blocks(bytes_each))
+    blocks = list(arithmetic.blocks(slice(0, 50), bytes_each))
     assert blocks[0] == slice(0, expected)
     assert [i for block in blocks for i in range(block.start, block.stop)] == list(range(50))

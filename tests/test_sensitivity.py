@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pmlf import PrivateStep, gradients, methods
+from pmlf import PrivateStep, choice, gradients, methods
 from pmlf.batches import select
 from pmlf.momentum import SampleMomentum
 from zoo import CASES, make
@@ -123,13 +123,16 @@ def linear_loss(model: Any, batch: Any) -> Tensor:
     return result
 
 
+@pytest.mark.parametrize("way", ["held", "gram", "root"])
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("left_over", [0.0, 1e-7, 1e-5, 1e-3, 1e-1])
 @pytest.mark.parametrize("size", [1.0, 1e2, 1e4, 1e6])
 @pytest.mark.parametrize("method", ["dpsgd", "dp-pmlf-k2", "inner-outer-k8"])
 def test_cancelling_tokens_move_the_sum_by_at_most_the_clip_norm(
-    method: str, size: float, left_over: float, constant: bool
+    method: str, size: float, left_over: float, constant: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(choice, "held_late", lambda kept, samples: (list(kept) if way == "held" else [], samples))
+    monkeypatch.setattr(choice, "way_to_norms", lambda uses: way)
     torch.manual_seed(1)
     model = Tokens(nn.Linear(96, 64, bias=False))
     batch = cancelling(3, 8, 96, 64, size, left_over, constant)
@@ -179,7 +182,7 @@ def test_clipping_each_point_with_unit_weights_breaks_the_bound(monkeypatch: pyt
 
 
 def test_a_float32_gram_norm_without_a_rounding_bound_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plain_gram(uses: Any) -> tuple[Tensor, Tensor]:
+    def plain_gram(uses: Any, roots: Any) -> tuple[Tensor, Tensor]:
         left = torch.cat([use.left for use in uses], 1)
         right = torch.cat([use.right for use in uses], 1)
         squared = ((left @ left.mT) * (right @ right.mT)).sum((1, 2)).clamp(min=0.0)
@@ -199,7 +202,7 @@ def test_exact_norms_without_slack_for_the_rounding_of_the_sum_break_the_bound(
 ) -> None:
     """A sample whose tokens cancel to nothing has norm 0; its float32 sum is rounding error, larger than C."""
 
-    def exact(uses: Any) -> tuple[Tensor, Tensor]:
+    def exact(uses: Any, roots: Any) -> tuple[Tensor, Tensor]:
         zero = torch.zeros(uses[0].samples, dtype=torch.float64)
         return zero, zero
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook
 
+from pmlf.arithmetic import squared_norms
 from pmlf.batches import batch_size, same_bits, select
 from pmlf.capture import LossFunction, capture, per_sample_loss, rewritten_by_forward
 from pmlf.factors import Factors
-from pmlf.gradients import SumBuffers, Workspace, squared_norms
+from pmlf.gradients import SumBuffers, Workspace
 from pmlf.half_precision import deadly_bfloat16_refused
 from pmlf.momentum import SampleMomentum, clip_factors
 from pmlf.noise import SeededRandomness, torch_seeded

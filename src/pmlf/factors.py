@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pmlf.arithmetic import blank, same_memory, wide_dtype
+
 Scratch = Callable[[Tensor], Tensor]  # work memory like a given tensor
-CHUNK_BYTES = 1 << 21  # work memory of a block of samples, for each thread: near its cache, and reused by malloc
-_LARGEST_BLOCK = 1 << 25  # bytes of work memory up to which a block has a sample for every thread, however large
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +101,6 @@ class Factors(ABC):
     def arranged(self, flat: Tensor, shape: torch.Size) -> Tensor:
         """A gradient in the order of `form`, (size,), as a tensor of the parameter's shape."""
         return flat.view(shape)
-
-    def blocks(self, bytes_each: int, chosen: slice | None = None) -> Iterator[slice]:
-        """Slices of the samples, or of some of them, whose work memory stays near the cache: as many samples for every
-        thread, so that none is idle at a slice's end."""
-        first, last = (0, self.samples) if chosen is None else (chosen.start, chosen.stop)
-        threads, needed = torch.get_num_threads(), max(1, bytes_each)
-        step = threads * (CHUNK_BYTES // needed) or max(1, min(threads, _LARGEST_BLOCK // needed))
-        return (slice(start, min(start + step, last)) for start in range(first, last, step))
 
     def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
         """Write, or add, the gradients of some samples into out (n, size)."""
@@ -206,7 +197,7 @@ class Outer(Factors):
 
     def merged(self, other: Factors) -> Factors | None:
         """A first layer has the same input at every point: only the gradients at its output are added."""
-        if not isinstance(other, Outer) or not _same_memory(self.right, other.right):
+        if not isinstance(other, Outer) or not same_memory(self.right, other.right):
             return None
         return replace(self, left=self.left + other.left)
 
@@ -373,23 +364,3 @@ def _inner(left: Tensor, other: Tensor) -> Tensor:
         index = left.unsqueeze(2).expand(-1, -1, other.shape[2], -1)
         return other.gather(3, index).mT
     return left.unsqueeze(3) == other.unsqueeze(2)
-
-
-def _same_memory(one: Tensor, two: Tensor) -> bool:
-    return one.data_ptr() == two.data_ptr() and one.shape == two.shape and one.stride() == two.stride()
-
-
-def blank(tensor: Tensor, refused: Tensor) -> Tensor:
-    """The tensor with zeros in the rows marked in `refused`."""
-    marked = refused.to(tensor.device).view(-1, *[1] * (tensor.ndim - 1))
-    return torch.where(marked, torch.zeros_like(tensor[:1]), tensor)
-
-
-def full_precision(tensor: Tensor) -> Tensor:
-    """At least float32: norms and sums are never taken in half precision."""
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-def wide_dtype(tensor: Any) -> torch.dtype:
-    """float64 where the device has it."""
-    return torch.float32 if tensor.device.type == "mps" else torch.float64

@@ -1,15 +1,8 @@
 """Per-sample gradients of one parameter, held or as factors: their norms and their clipped sum.
 
-    norm^2 = sum over token pairs of <left_t, left_s> <right_t, right_s>,   clipped sum = one product with scaled rows,
-
-so no per-sample gradient need be formed. Where forming it is cheaper (`choice`) it is held, and points add up in place.
-
-**Norms are never understated.** The Gram form is a difference of large terms, so it is computed in float64; its
-rounding, at most (rows + cols + tokens) * 2^-53 * spread^2 with spread = sum_t |left_t| |right_t|, is added to norm^2.
-The clipped sum of factors is a float32 recursion over tokens whose rounding is at most tokens/2 * 2^-24 * spread (half,
-because a partial sum is on average half of the whole); this `slack` is added to the norm before clipping, so what a
-sample really adds stays within the bound even if its tokens cancel. A held gradient needs neither: its norm is taken
-of the very numbers that are added.
+The clipped sum of factors is one product with scaled rows, so no per-sample gradient need be formed. Where forming it
+is cheaper (`choice`) it is held, and points add up in place. The norm of a held gradient is taken of the very numbers
+that are added; that of factors makes up for rounding (`norms`).
 """
 
 from __future__ import annotations
@@ -21,11 +14,10 @@ import torch
 from torch import Tensor
 
 from pmlf import choice
-from pmlf.factors import Factors, blank, full_precision, wide_dtype
-
-_NORM_BLOCK = 1024  # float32 sums of squares run over this many numbers, float64 over the blocks
-_SHORT_ROW = 128  # numbers, up to which float64 costs no more
-_TINY = 1e-25  # a norm^2 below which squares that float32 cannot hold may matter
+from pmlf.arithmetic import blank, blocks, full_precision, squared_norms, wide_dtype
+from pmlf.factors import Factors
+from pmlf.norms import factored_norms
+from pmlf.roots import Roots
 
 
 class Workspace:
@@ -138,14 +130,14 @@ class ParameterGradient:
         add = self._held is not None
         if self._held is None:
             self._held, self._like = self._workspace.buffer(self._name, factors, factors.samples), factors
-        for block in factors.blocks(4 * factors.side_size):  # near the cache
+        for block in blocks(slice(0, factors.samples), 4 * factors.side_size):  # near the cache
             factors.form(block, self._held[block], add=add)
 
-    def norms(self) -> tuple[Tensor, Tensor | None]:
-        """(norm^2, slack) of every sample, float64, norm^2 never below the true one and slack as said above."""
+    def norms(self, roots: Roots) -> tuple[Tensor, Tensor | None]:
+        """(norm^2, slack) of every sample, float64, norm^2 never below the true one, slack for the sum's rounding."""
         if self._held is not None:
             return squared_norms(self._held), None
-        return factored_norms(self._factors)
+        return factored_norms(self._factors, roots)
 
     def formed(self, chosen: slice) -> Tensor:
         """The gradients of some samples, (n, size), until the next call; for `add_clipped` unless they are held."""
@@ -155,7 +147,7 @@ class ParameterGradient:
         if self._part is None or len(self._part) < samples:
             self._part = self._like.sides(slice(0, 1))[1].new_empty(samples, self._like.size)
         part = self._part[:samples]
-        for block in self._like.blocks(4 * self._like.side_size, chosen):  # near the cache, for all uses
+        for block in blocks(chosen, 4 * self._like.side_size):  # near the cache, for all uses
             out = part[block.start - chosen.start : block.stop - chosen.start]
             for index, factors in enumerate(self._factors):
                 factors.form(block, out, add=index > 0)
@@ -205,65 +197,3 @@ class ParameterGradient:
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's strides if it fills its memory (contiguous, channels-last), else contiguous ones."""
     return torch.empty_like(tensor, device="meta").stride()
-
-
-def squared_norms(gradients: Tensor) -> Tensor:
-    """|row|^2 of every row in float64, of float32 sums over short blocks: exact to about 2^-18 relative."""
-    size, wide = gradients.shape[1], wide_dtype(gradients)
-    if size <= _SHORT_ROW:
-        return torch.linalg.vector_norm(gradients, dim=1, dtype=wide).square_()
-    rest, parts = size % _NORM_BLOCK, []
-    if rest:
-        parts.append(torch.linalg.vector_norm(gradients[:, size - rest :], dim=1).to(wide).square_())
-    if rest < size:
-        lengths = torch.linalg.vector_norm(gradients[:, : size - rest].unflatten(1, (-1, _NORM_BLOCK)), dim=2)
-        parts.append(torch.linalg.vector_norm(lengths, dim=1, dtype=wide).square_())
-    squared = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    if not float(squared.min()) >= _TINY:  # nor is NaN
-        tiny = squared < _TINY
-        squared[tiny] = gradients[tiny].to(wide).square().sum(1)
-    return squared
-
-
-def factored_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor | None]:
-    """(norm^2, slack) of gradients given by factors, by Gram matrices or, where those are larger, by forming and
-    dropping the gradient a few samples at a time. A single token needs no slack."""
-    first, tokens, by_gram = uses[0], sum(use.tokens for use in uses), choice.prefers_gram(uses)
-    if tokens == 1 and first.groups == 1:  # nothing can cancel: |left|^2 |right|^2
-        left, right = first.sides(slice(0, first.samples))
-        squared = squared_norms(right.flatten(1))
-        if left.is_floating_point():
-            squared *= squared_norms(left.flatten(1))
-        return squared, None
-    unit = torch.finfo(first.dtype).eps / 2
-    work = 8 * sum(use.gram_size if by_gram else use.side_size for use in uses) + (0 if by_gram else 4 * first.size)
-    norms, slacks = [], []
-    for chosen in first.blocks(work):
-        if by_gram:
-            squared, spread = _gram_norms(uses, chosen)
-            rounding = (first.rows + first.cols + tokens) * torch.finfo(squared.dtype).eps / 2
-            squared = squared.clamp(min=0.0) + rounding * spread.square()
-        else:
-            gradient = first.sides(slice(0, 1))[1].new_empty(chosen.stop - chosen.start, first.size)
-            for index, use in enumerate(uses):
-                use.form(chosen, gradient, add=index > 0)
-            squared = squared_norms(gradient)
-            spread = torch.stack([use.spread(chosen) for use in uses]).sum(0)
-        norms.append(squared)
-        slacks.append((tokens / 2 + 1) * unit * spread)
-    return torch.cat(norms), torch.cat(slacks)
-
-
-def _gram_norms(uses: Sequence[Factors], chosen: slice) -> tuple[Tensor, Tensor]:
-    """Sums of products over all pairs of uses and of tokens, and the spread, in float64."""
-    windows = {use.window for use in uses}  # one convolution on images of different shapes has several
-    window = windows.pop() if len(windows) == 1 else None
-    wide = [use.wide(chosen, window) for use in uses]
-    squared, spread = [], []
-    for u, one in enumerate(wide):
-        for v, other in enumerate(wide[: u + 1]):
-            products = one.products(other)  # (n, groups, tokens, tokens')
-            squared.append(products.sum((1, 2, 3)) * (1.0 if u == v else 2.0))
-            if u == v:
-                spread.append(products.diagonal(dim1=2, dim2=3).clamp(min=0.0).sqrt().sum((1, 2)))
-    return torch.stack(squared).sum(0), torch.stack(spread).sum(0)

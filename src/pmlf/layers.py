@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pmlf.factors import Factors, Lookup, Outer, Patches, full_precision
+from pmlf.arithmetic import full_precision
+from pmlf.factors import Factors, Lookup, Outer, Patches
 
 Contribution = Factors | Tensor
 

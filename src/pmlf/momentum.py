@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from pmlf import choice
+from pmlf.arithmetic import squared_norms
 from pmlf.capture import LossFunction, capture
 from pmlf.factors import Factors
-from pmlf.gradients import ParameterGradient, Workspace, squared_norms
+from pmlf.gradients import ParameterGradient, Workspace
 from pmlf.half_precision import without_autocast
 from pmlf.layers import Contribution
 from pmlf.plan import Plan
+from pmlf.roots import Roots
 
 Clipping = Literal["flat", "automatic"]
 CLIPPINGS: tuple[Clipping, ...] = ("flat", "automatic")
@@ -139,9 +141,9 @@ class SampleMomentum:
 
     def _squared_norms(self, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
         """(norm^2, slack) of every sample over some parameters, float64; no slack where nothing can cancel."""
-        squared, slack = torch.zeros(self._samples, dtype=torch.float64), None
+        squared, slack, roots = torch.zeros(self._samples, dtype=torch.float64), None, Roots()
         for name in names:
-            norm, rounding = self._gradients[name].norms()
+            norm, rounding = self._gradients[name].norms(roots)
             squared += norm.to(squared)
             if rounding is not None:
                 square = rounding.to(squared).square_()

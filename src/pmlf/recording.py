@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from pmlf.factors import full_precision
+from pmlf.arithmetic import full_precision
 from pmlf.layers import NotTakenApart
 from pmlf.plan import Plan, Watched
 

@@ -1,0 +1,61 @@
+"""Arithmetic on rows, one a sample: in which precision, how many at a time, how long they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 1 << 21  # work memory of a block of samples, for each thread: near its cache, and reused by malloc
+_LARGEST_BLOCK = 1 << 25  # bytes of work memory up to which a block has a sample for every thread, however large
+_NORM_BLOCK = 1024  # float32 sums of squares run over this many numbers, float64 over the blocks
+_SHORT_ROW = 128  # numbers, up to which float64 costs no more
+_TINY = 1e-25  # a norm^2 below which squares that float32 cannot hold may matter
+
+
+def blocks(chosen: slice, bytes_each: int) -> Iterator[slice]:
+    """Slices of the samples chosen whose work memory stays near the cache: as many samples for every thread, so that
+    none is idle at a slice's end."""
+    threads, needed = torch.get_num_threads(), max(1, bytes_each)
+    step = threads * (CHUNK_BYTES // needed) or max(1, min(threads, _LARGEST_BLOCK // needed))
+    return (slice(start, min(start + step, chosen.stop)) for start in range(chosen.start, chosen.stop, step))
+
+
+def blank(tensor: Tensor, refused: Tensor) -> Tensor:
+    """The tensor with zeros in the rows marked in `refused`."""
+    marked = refused.to(tensor.device).view(-1, *[1] * (tensor.ndim - 1))
+    return torch.where(marked, torch.zeros_like(tensor[:1]), tensor)
+
+
+def same_memory(one: Tensor, two: Tensor) -> bool:
+    return one.data_ptr() == two.data_ptr() and one.shape == two.shape and one.stride() == two.stride()
+
+
+def full_precision(tensor: Tensor) -> Tensor:
+    """At least float32: norms and sums are never taken in half precision."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def wide_dtype(tensor: Any) -> torch.dtype:
+    """float64 where the device has it."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def squared_norms(gradients: Tensor) -> Tensor:
+    """|row|^2 of every row in float64, of float32 sums over short blocks: exact to about 2^-18 relative."""
+    size, wide = gradients.shape[1], wide_dtype(gradients)
+    if size <= _SHORT_ROW:
+        return torch.linalg.vector_norm(gradients, dim=1, dtype=wide).square_()
+    rest, parts = size % _NORM_BLOCK, []
+    if rest:
+        parts.append(torch.linalg.vector_norm(gradients[:, size - rest :], dim=1).to(wide).square_())
+    if rest < size:
+        lengths = torch.linalg.vector_norm(gradients[:, : size - rest].unflatten(1, (-1, _NORM_BLOCK)), dim=2)
+        parts.append(torch.linalg.vector_norm(lengths, dim=1, dtype=wide).square_())
+    squared = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    if not float(squared.min()) >= _TINY:  # nor is NaN
+        tiny = squared < _TINY
+        squared[tiny] = gradients[tiny].to(wide).square().sum(1)
+    return squared
