@@ -28,7 +28,7 @@ _TOUCH = 4  # a number written to memory or read from it
 _FAR_TOUCH = 9  # one of a gradient that no cache holds
 _ROOT = 3  # a root, over the cube of its size
 _ROOT_CALL = 1e5  # a root, however small
-LATE_BYTES = 3 << 25  # of per-sample gradients formed late, a slice of the samples at a time
+LATE_BYTES = 3 << 26  # of per-sample gradients formed late, a slice of the samples at a time
 
 
 def gram_cost(uses: Sequence[Factors]) -> float:

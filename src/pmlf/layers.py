@@ -6,6 +6,7 @@ of shape (samples, *parameter.shape). A new layer is one function and one row of
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pmlf.arithmetic import full_precision
+from pmlf.arithmetic import blocks, full_precision
 from pmlf.factors import Factors, Lookup, Outer, Patches
 
 Contribution = Factors | Tensor
@@ -117,46 +118,40 @@ def _embedding(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
 
 
 def _layer_norm(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
-    module = call.module
-    return _trailing_affine(
-        call, wanted, F.layer_norm(full_precision(call.input), module.normalized_shape, eps=module.eps)
-    )
+    shape, eps = call.module.normalized_shape, call.module.eps
+    return _affine(call, wanted, lambda x: F.layer_norm(x, shape, eps=eps), _trailing_sum)
 
 
 def _rms_norm(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
-    module = call.module
-    return _trailing_affine(
-        call, wanted, F.rms_norm(full_precision(call.input), module.normalized_shape, eps=module.eps)
-    )
+    shape, eps = call.module.normalized_shape, call.module.eps
+    return _affine(call, wanted, lambda x: F.rms_norm(x, shape, eps=eps), _trailing_sum)
 
 
 def _group_norm(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
-    return _channel_affine(
-        call, wanted, F.group_norm(full_precision(call.input), call.module.num_groups, eps=call.module.eps)
-    )
+    groups, eps = call.module.num_groups, call.module.eps
+    return _affine(call, wanted, lambda x: F.group_norm(x, groups, eps=eps), _channel_sum)
 
 
 def _instance_norm(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
-    return _channel_affine(call, wanted, F.instance_norm(full_precision(call.input), eps=call.module.eps))
+    eps = call.module.eps
+    return _affine(call, wanted, lambda x: F.instance_norm(x, eps=eps), _channel_sum)
 
 
-def _trailing_affine(call: Call, wanted: Collection[str], normal: Tensor) -> dict[str, Contribution]:
-    grad, shape = full_precision(call.grad), call.module.normalized_shape
+def _affine(
+    call: Call, wanted: Collection[str], normal: Callable[[Tensor], Tensor], summed: Callable[[Call, Tensor], Tensor]
+) -> dict[str, Contribution]:
+    """Weights and biases of a normalisation, whose input is normalised once more, a few samples at a time: what comes
+    of it is used up in the cache."""
     found: dict[str, Contribution] = {}
     if "weight" in wanted:
-        found["weight"] = (grad * normal).reshape(call.samples, -1, *shape).sum(1)
+        rows, parts = call.grad.shape[0] // call.samples, []
+        for chosen in blocks(slice(0, call.samples), 12 * rows * call.grad[0].numel()):
+            part = slice(chosen.start * rows, chosen.stop * rows)
+            product = normal(full_precision(call.input[part])).mul_(full_precision(call.grad[part]))
+            parts.append(summed(call, product))
+        found["weight"] = torch.cat(parts)
     if "bias" in wanted:
-        found["bias"] = grad.reshape(call.samples, -1, *shape).sum(1)
-    return found
-
-
-def _channel_affine(call: Call, wanted: Collection[str], normal: Tensor) -> dict[str, Contribution]:
-    grad = full_precision(call.grad)
-    found: dict[str, Contribution] = {}
-    if "weight" in wanted:
-        found["weight"] = _channel_sum(call, grad * normal)
-    if "bias" in wanted:
-        found["bias"] = _channel_sum(call, grad)
+        found["bias"] = summed(call, full_precision(call.grad))
     return found
 
 
@@ -246,8 +241,16 @@ def _tokens(call: Call) -> Tensor:
 
 
 def _channel_sum(call: Call, tensor: Tensor) -> Tensor:
-    """(samples * windows, channels, *space) summed to (samples, channels)."""
-    return tensor.reshape(call.samples, -1, tensor.shape[1], tensor[0, 0].numel()).sum((1, 3))
+    """(n * windows, channels, *space) summed to (n, channels)."""
+    windows = call.grad.shape[0] // call.samples
+    return tensor.reshape(-1, windows, tensor.shape[1], tensor[0, 0].numel()).sum((1, 3))
+
+
+def _trailing_sum(call: Call, tensor: Tensor) -> Tensor:
+    """(n * windows, ..., *shape) summed to (n, *shape)."""
+    shape, windows = call.module.normalized_shape, call.grad.shape[0] // call.samples
+    tokens = windows * (tensor[0].numel() // math.prod(shape))
+    return tensor.reshape(-1, tokens, *shape).sum(1)
 
 
 def _rows_agree(one: Tensor, other: Tensor) -> bool:
