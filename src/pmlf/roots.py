@@ -4,9 +4,9 @@
 product with the other side in the layer's own precision: half the work of inner products of both sides, and no float64
 copy of the larger one. Layers one after another that share a side, as query, key and value do, share its root.
 
-**Rounding.** Column t of R is as long as narrow_t, so with spread = sum_t |narrow_t| |wide_t| the product is off by at
-most tokens/2 * unit * spread (half, because R is triangular), which is added to the norm; unlike an error in inner
-products of both sides it is no larger where tokens cancel. What float64 leaves undone is at most
+**Rounding.** Column t of R is as long as narrow_t, so with spread = sum_t |narrow_t| |wide_t| the product, rounded R
+included, is off by at most (tokens + 1) * unit * spread, which is added to the norm. (An error of float32 in inner
+products of both sides would be one of the norm's square.) What float64 leaves undone is at most
 (features + 2 tokens) * 2^-53 * spread^2 in norm^2, added too. So that inner products of dependent tokens have a root at
 all, each token's product with itself is made larger by a little more than the rounding of them: norms only grow by it.
 """
@@ -105,7 +105,7 @@ def rooted_norms(uses: Sequence[Outer], roots: Roots) -> tuple[Tensor, Tensor]:
             lengths[chosen, ends[v] : ends[v + 1]] = squared_norms(part.flatten(0, 1)).view(len(part), -1)
     lengths.sqrt_()
     number, spread = torch.finfo(root.lower.dtype), (root.lengths * lengths).sum(1)
-    rounding = (tokens / 2 + 1) * number.eps / 2 * spread
+    rounding = (tokens + 1) * number.eps / 2 * spread
     lost = tokens * number.smallest_normal * root.scale * (lengths.sum(1) + features)  # too small for the layer's dtype
     squared = (squared.sqrt_() * root.scale + rounding + lost).square_()
     squared += (narrow[0].shape[2] + 2 * tokens) * torch.finfo(squared.dtype).eps / 2 * spread.square()
