@@ -126,7 +126,7 @@ def linear_loss(model: Any, batch: Any) -> Tensor:
 @pytest.mark.parametrize("way", ["held", "gram", "root"])
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("left_over", [0.0, 1e-7, 1e-5, 1e-3, 1e-1])
-@pytest.mark.parametrize("size", [1.0, 1e2, 1e4, 1e6])
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e6])
 @pytest.mark.parametrize("method", ["dpsgd", "dp-pmlf-k2", "inner-outer-k8"])
 def test_cancelling_tokens_move_the_sum_by_at_most_the_clip_norm(
     method: str, size: float, left_over: float, constant: bool, way: str, monkeypatch: pytest.MonkeyPatch
