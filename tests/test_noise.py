@@ -138,8 +138,8 @@ def test_keyed_uniforms_depend_on_the_sample_alone() -> None:
 def test_torch_generator_is_seeded_inside_and_restored_outside() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    with torch_seeded(SeededRandomness(1).stream("dropout", 0, 0, 0), torch.device("cpu")):
+    with torch_seeded(SeededRandomness(1).seed_for("dropout", 0, 0, 0), torch.device("cpu")):
         inside = torch.rand(3)
     assert torch.equal(torch.get_rng_state(), before)
-    with torch_seeded(SeededRandomness(1).stream("dropout", 0, 0, 0), torch.device("cpu")):
+    with torch_seeded(SeededRandomness(1).seed_for("dropout", 0, 0, 0), torch.device("cpu")):
         assert torch.equal(torch.rand(3), inside)

@@ -50,7 +50,8 @@ def squared_norms(gradients: Tensor) -> Tensor:
         return torch.linalg.vector_norm(gradients, dim=1, dtype=wide).square_()
     rest, parts = size % _NORM_BLOCK, []
     if rest:
-        parts.append(torch.linalg.vector_norm(gradients[:, size - rest :], dim=1).to(wide).square_())
+        last = gradients[:, size - rest :] if rest < size else gradients
+        parts.append(torch.linalg.vector_norm(last, dim=1).to(wide).square_())
     if rest < size:
         lengths = torch.linalg.vector_norm(gradients[:, : size - rest].unflatten(1, (-1, _NORM_BLOCK)), dim=2)
         parts.append(torch.linalg.vector_norm(lengths, dim=1, dtype=wide).square_())

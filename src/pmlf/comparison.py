@@ -171,7 +171,7 @@ def undisturbed(model: nn.Module, *, training: bool, seed: int = 0) -> Iterator[
     try:
         with (
             torch.enable_grad(),
-            torch_seeded(SeededRandomness(seed).stream("check"), device),
+            torch_seeded(SeededRandomness(seed).seed_for("check"), device),
             deadly_bfloat16_refused(),
         ):
             yield

@@ -187,7 +187,7 @@ class Outer(Factors):
 
     def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
         left, right = self.left, self.right
-        per_sample = scale.to(self.dtype)[:, None, None]
+        per_sample = scale.to(self.dtype).view(-1, 1, 1)
         if self.rows <= self.cols:  # the side with fewer numbers
             left = torch.mul(left, per_sample, out=scratch(left))
         else:

@@ -31,7 +31,8 @@ class Workspace:
 
     def scratch(self, like: Tensor) -> Tensor:
         """Uninitialised memory like a tensor, until the next call."""
-        return self._kept("", like, like.numel()).as_strided(like.shape, _dense_strides(like))
+        kept = self._kept("", like, like.numel())
+        return kept.view(like.shape) if like.is_contiguous() else kept.as_strided(like.shape, _dense_strides(like))
 
     def part(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Uninitialised memory of a tensor's shape in another precision, until the next call."""
@@ -46,7 +47,7 @@ class Workspace:
         kept = self._buffers.get(name)
         if kept is None or kept.numel() < needed or kept.dtype != like.dtype or kept.device != like.device:
             kept = self._buffers[name] = like.new_empty(needed)
-        return kept[:needed]
+        return kept if kept.numel() == needed else kept[:needed]
 
 
 class SumBuffers:

@@ -36,15 +36,12 @@ def clip_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
     return clip_norm / norms.clamp(min=clip_norm)
 
 
-def _finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
-    """Zero for a sample whose norm is not finite, or so large that float32 would round its factor up."""
+def _finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> tuple[Tensor, Tensor | None]:
+    """(factors, refused): zero for samples, marked in `refused` if there are any, whose norm is not finite, or so large
+    that float32 would round its factor up."""
     factors = clip_factors(norms, clip_norm, clipping)  # NaN of NaN, and 0 of infinity
-    return torch.where(factors >= _SMALLEST_FACTOR, factors, 0.0)
-
-
-def _refused(factors: Tensor) -> Tensor | None:
-    """Which samples have the factor 0, if any."""
-    return None if bool(factors.all()) else factors == 0.0
+    fine = factors >= _SMALLEST_FACTOR
+    return (factors, None) if bool(fine.all()) else (torch.where(fine, factors, 0.0), ~fine)
 
 
 class SampleMomentum:
@@ -93,7 +90,7 @@ class SampleMomentum:
         # in the parameters' order, not a set's: sums round the same way in every process
         others = [name for name in self._gradients if name in self._touched and name not in late]
         norms, slack = self._squared_norms(others)  # squares until all parameters are counted
-        scale = torch.empty_like(norms)
+        scales: list[Tensor] = []
         aside: list[int] = []
         for start in range(0, self._samples, step):
             chosen = slice(start, min(start + step, self._samples))
@@ -103,22 +100,23 @@ class SampleMomentum:
             some.sqrt_()
             if slack is not None:
                 some += slack[chosen]
-            scale[chosen] = _finite_factors(some, clip_norm, clipping)
+            scale, refused = _finite_factors(some, clip_norm, clipping)
             if slack is not None:
-                rounded = scale[chosen] * slack[chosen] > _LARGEST_ROUNDING * clip_norm
+                rounded = scale * slack[chosen] > _LARGEST_ROUNDING * clip_norm
                 for row in rounded.nonzero().flatten().tolist():
-                    one = slice(start + row, start + row + 1)
-                    rows = {name: self._gradients[name].formed(one) for name in others}
-                    late_rows = [part[row : row + 1] for part in formed.values()]
-                    norms[one] = sum(squared_norms(part).to(norms) for part in (*rows.values(), *late_rows)) ** 0.5
-                    scale[one] = _finite_factors(norms[one], clip_norm, clipping)
+                    one = slice(row, row + 1)
+                    rows = {name: self._gradients[name].formed(slice(start + row, start + row + 1)) for name in others}
+                    late_rows = [part[one] for part in formed.values()]
+                    some[one] = sum(squared_norms(part).to(some) for part in (*rows.values(), *late_rows)) ** 0.5
+                    scale[one], unfit = _finite_factors(some[one], clip_norm, clipping)
                     for name in others:
                         if self._gradients[name].factors:
-                            self._gradients[name].add_clipped(rows[name], scale[one], _refused(scale[one]))
-                    aside.append(one.start)
-            factors, refused = scale[chosen], _refused(scale[chosen])
+                            self._gradients[name].add_clipped(rows[name], scale[one], unfit)
+                    aside.append(start + row)
+                    refused = scale == 0.0
             for name, part in formed.items():
-                self._gradients[name].add_clipped(part, factors, refused)
+                self._gradients[name].add_clipped(part, scale, refused)
+            scales.append(scale)
         for name in late:
             self._gradients[name].forget_factors()
         if aside:
@@ -126,7 +124,9 @@ class SampleMomentum:
             taken[aside] = True
             for name in others:
                 self._gradients[name].set_aside(taken)
-        refused = _refused(scale)
+        if len(scales) > 1:
+            scale = torch.cat(scales)
+            refused = None if bool(scale.all()) else scale == 0.0
         for name, gradient in self._gradients.items():
             out = into[name]
             if before is not None:

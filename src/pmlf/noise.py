@@ -127,14 +127,18 @@ class SecureRandomness:
     def stream(self, purpose: str, *numbers: int) -> Stream:
         return Stream(os.urandom(32))
 
+    def seed_for(self, purpose: str, *numbers: int) -> int:
+        """One non-negative 63-bit number, for generators that take a seed."""
+        return int.from_bytes(os.urandom(8)) >> 1
+
 
 @dataclass(frozen=True)
 class SeededRandomness:
     """Streams that are functions of (seed, purpose, numbers): for experiments, not for releasing a model.
 
-    >>> SeededRandomness(7).stream("noise", 0).seed() == SeededRandomness(7).stream("noise", 0).seed()
+    >>> SeededRandomness(7).seed_for("dropout", 0) == SeededRandomness(7).seed_for("dropout", 0)
     True
-    >>> SeededRandomness(7).stream("noise", 0).seed() == SeededRandomness(7).stream("noise", 1).seed()
+    >>> SeededRandomness(7).seed_for("dropout", 0) == SeededRandomness(7).seed_for("dropout", 1)
     False
     """
 
@@ -146,6 +150,10 @@ class SeededRandomness:
     def stream(self, purpose: str, *numbers: int) -> Stream:
         text = "/".join(["pmlf", str(self.seed), purpose, *map(str, numbers)])
         return Stream(hashlib.blake2b(text.encode(), digest_size=32).digest())
+
+    def seed_for(self, purpose: str, *numbers: int) -> int:
+        """One non-negative 63-bit number, for generators that take a seed."""
+        return self.stream(purpose, *numbers).seed()
 
 
 Randomness = SecureRandomness | SeededRandomness
@@ -167,9 +175,9 @@ def randomness_from(generator: torch.Generator | Randomness | None) -> Randomnes
 
 
 @contextmanager
-def torch_seeded(stream: Stream, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators from a stream (dropout draws from them) and restore them afterwards."""
-    seed, generator = stream.seed(), torch.default_generator
+def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's global generators (dropout draws from them) and restore them afterwards."""
+    generator = torch.default_generator
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
     states = generator.get_state(), None if accelerator is None else accelerator.get_rng_state()
     generator.manual_seed(seed)  # torch.manual_seed would take a millisecond, and reseed devices not in use

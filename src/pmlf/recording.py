@@ -64,19 +64,19 @@ class Recorder:
         return record
 
     def _with_batch_axis(self, watched: Watched, module: nn.Module, output: Any) -> Tensor:
-        what = f"layer {watched.name!r} ({type(module).__name__})"
         if not isinstance(output, Tensor):
             raise NotTakenApart(
-                f"{what} has parameters of its own, no rule, and returns a {type(output).__name__} instead of a "
-                "tensor: freeze it or build it from layers with rules"
+                f"layer {watched.name!r} ({type(module).__name__}) has parameters of its own, no rule, and returns a "
+                f"{type(output).__name__} instead of a tensor: freeze it or build it from layers with rules"
             )
         leading = output.shape[0] if output.ndim else 0
         if leading == 1 and self.samples > 1:  # position embeddings: no batch axis of their own
             return output.expand(self.samples, *output.shape[1:])
         if leading == 0 or leading % self.samples:
             raise NotTakenApart(
-                f"axis 0 of what {what} returned, an output with {output.ndim} axes, does not count the samples: put "
-                "the batch first (batch_first=True where the module has it, a leading axis of 1 for positions)"
+                f"axis 0 of what layer {watched.name!r} ({type(module).__name__}) returned, an output with "
+                f"{output.ndim} axes, does not count the samples: put the batch first (batch_first=True where the "
+                "module has it, a leading axis of 1 for positions)"
             )
         return output
 

@@ -254,5 +254,5 @@ class PrivateRun:
             "secure_noise": step.secure_noise,
             "target_epsilon": self.spending.target_epsilon,
             # a number that follows from the seed and tells nothing of it; fresh chance has none
-            "chance": step.randomness.stream("identity").seed() if step.randomness.reproducible else None,
+            "chance": step.randomness.seed_for("identity") if step.randomness.reproducible else None,
         }

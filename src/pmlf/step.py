@@ -187,13 +187,14 @@ class PrivateStep:
         if size == 0:
             self._pending = pending
             return
-        if samples is None:
+        if samples is None and self.augmentation is not None:
             samples = torch.arange(pending.samples, pending.samples + size)
         self._first_look.at(micro_batch, size)
         sums, before = self._sums.other_than(pending.sums, named), pending.sums
         for part in self._plan.passes(size):
             few = micro_batch if part == slice(0, size) else select(micro_batch, part)
-            momentum = self._momentum(named, few, samples[part], (pending.micro_batches, part.start))
+            numbers = None if samples is None else samples[part]
+            momentum = self._momentum(named, few, part, numbers, pending.micro_batches)
             momentum.write_clipped_sum(self.clip_norm, self.clipping, before, sums)
             before = sums
         self._pending = _Pending(
@@ -273,22 +274,22 @@ class PrivateStep:
         return vars(self)
 
     def _momentum(
-        self, named: Mapping[str, Tensor], batch: Any, samples: Tensor, place: Sequence[int]
+        self, named: Mapping[str, Tensor], batch: Any, part: slice, samples: Tensor | None, micro_batch: int
     ) -> SampleMomentum:
-        """v of every sample of a pass, which has its place in the step: gradients at the points, weighted and added."""
+        """v of every sample in a part of a micro-batch: gradients at the points, weighted and added."""
         points, parameters = self.method.points.at(self._releases), list(named.values())
-        momentum = SampleMomentum(self._plan, len(samples), len(points), self._workspace)
+        momentum = SampleMomentum(self._plan, part.stop - part.start, len(points), self._workspace)
         views = self._views(batch, samples, len(points))
         for index, (point, view) in enumerate(zip(points, views, strict=True)):
             values = dict(zip(named, self._history.evaluate(point, parameters), strict=True))
-            dropout = self.randomness.stream("dropout", self._releases, *place, index)
-            with torch_seeded(dropout, _device(named)):
+            seed = self.randomness.seed_for("dropout", self._releases, micro_batch, part.start, index)
+            with torch_seeded(seed, _device(named)):
                 momentum.add_point(self.model, values, self.loss_fn, view, point.weight)
         return momentum
 
-    def _views(self, batch: Any, samples: Tensor, points: int) -> Sequence[Any]:
-        """The batch as each evaluation point sees it."""
-        if self.augmentation is None:
+    def _views(self, batch: Any, samples: Tensor | None, points: int) -> Sequence[Any]:
+        """The batch as each evaluation point sees it; its samples are numbered where there is an augmentation."""
+        if self.augmentation is None or samples is None:
             return [batch] * points
 
         def augmented(augmentation: Augmentation, point: int) -> Any:

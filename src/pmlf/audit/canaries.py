@@ -106,7 +106,7 @@ def derived(randomness: Randomness, *numbers: int) -> Randomness:
     """Randomness of its own for a part of an experiment."""
     if isinstance(randomness, SecureRandomness):
         return randomness
-    return SeededRandomness(randomness.stream("audit", *numbers).seed())
+    return SeededRandomness(randomness.seed_for("audit", *numbers))
 
 
 def audited_scores(mechanism: Mechanism, canaries: int, randomness: Randomness, progress: Progress = unheard) -> Scores:

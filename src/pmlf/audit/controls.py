@@ -79,7 +79,7 @@ class _SameNoise(SeededRandomness):
 def _noise_reused(claimed: Mechanism, canaries: int, randomness: Randomness, progress: Progress) -> Scores:
     """A canary is drawn at some steps and not at others; what the steps differ by is then free of noise."""
     included = coins(randomness, canaries)
-    noise = _SameNoise(randomness.stream("reused noise").seed())
+    noise = _SameNoise(randomness.seed_for("reused noise"))
     sums = released_sums(claimed, included, randomness, noise=noise, progress=progress)
     return Scores(values=np.ptp(sums, axis=0), included=included)
 

@@ -59,7 +59,7 @@ class Settings:
         """The operating system's, or of the seed and the subject: two audits of one seed do not share their luck."""
         if self.seed is None:
             return SecureRandomness()
-        return SeededRandomness(SeededRandomness(self.seed).stream(f"audit of {subject}").seed())
+        return SeededRandomness(SeededRandomness(self.seed).seed_for(f"audit of {subject}"))
 
 
 @dataclass(frozen=True, kw_only=True)
