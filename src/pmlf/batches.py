@@ -30,19 +30,20 @@ def batch_size(batch: Any) -> int:
     >>> batch_size((torch.zeros(3, 2), {"label": torch.zeros(3)}))
     3
     """
-    sizes = {tensor.shape[0] if tensor.ndim else None for tensor in tensors_of(batch)}
+    tensors = list(tensors_of(batch))
+    sizes = {tensor.shape[0] if tensor.ndim else None for tensor in tensors}
     if not sizes:
         raise ValueError(
             f"the batch ({type(batch).__name__}) holds no tensor: give a tensor, or a tuple, list or dict of tensors "
             "whose axis 0 counts samples"
         )
     if len(sizes) > 1 or None in sizes:
-        axes = [tensor.ndim for tensor in tensors_of(batch)]
+        axes = [tensor.ndim for tensor in tensors]
         raise ValueError(
             f"the batch's tensors, with {axes} axes, have different lengths: axis 0 of every one must count samples; "
             "keep what is not per sample out of the batch"
         )
-    if any(tensor.layout != torch.strided or tensor.device.type == "meta" for tensor in tensors_of(batch)):
+    if any(tensor.layout != torch.strided or tensor.device.type == "meta" for tensor in tensors):
         raise ValueError("the batch holds a sparse tensor, or one without values (meta): give dense tensors")
     size = sizes.pop()
     assert size is not None

@@ -78,8 +78,8 @@ def capture(
     copies = {name: buffer.clone() for name, buffer in buffers.items()}
     parameters = dict(model.named_parameters())
     frozen = {name: (p, p._version) for name, p in parameters.items() if not p.requires_grad}
-    originals = {**parameters, **buffers}
-    replacements = {id(originals[name]): tensor for name, tensor in {**leaves, **copies}.items()}
+    replacements = {id(parameters[name]): leaf for name, leaf in leaves.items()}
+    replacements |= {id(buffers[name]): copy for name, copy in copies.items()}
     recorder = Recorder(samples)
     with hooked(model, plan, recorder), _no_autocast_cache(), _swapped(model, replacements):
         loss = per_sample_loss(_called(loss_fn, model, batch, plan), samples)
@@ -129,7 +129,7 @@ def capture(
             module=seen.module,
             args=seen.args,
             named_args=seen.named_args,
-            grad=grad.detach().reshape(seen.shape),
+            grad=grad.reshape(seen.shape),
             samples=samples,
             output=seen.output,
         )

@@ -82,8 +82,9 @@ def held_late(kept: Mapping[str, Sequence[Factors]], samples: int) -> tuple[list
 
     Those that save most for their size come first, as long as two samples fit into a slice.
     """
-    savings = {name: saved_by_holding(uses) for name, uses in kept.items()}
-    ranked = sorted((n for n in kept if savings[n] > 0), key=lambda n: savings[n] / kept[n][0].size, reverse=True)
+    # a single token's norm is the product of its sides', which nothing can be cheaper than
+    savings = {name: saved_by_holding(uses) for name, uses in kept.items() if len(uses) > 1 or not uses[0].single}
+    ranked = sorted((n for n in savings if savings[n] > 0), key=lambda n: savings[n] / kept[n][0].size, reverse=True)
     smallest = min(2, samples)
     chosen: list[str] = []
     bytes_each = 0

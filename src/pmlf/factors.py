@@ -38,6 +38,11 @@ class Factors(ABC):
         return self.groups * self.rows * self.cols
 
     @property
+    def single(self) -> bool:
+        """Whether a gradient is one product of two vectors, in which nothing can cancel."""
+        return self.tokens == 1 and self.groups == 1
+
+    @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
         """Of the sides."""

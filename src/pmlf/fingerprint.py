@@ -19,7 +19,7 @@ def bit_sum(tensor: Tensor) -> int:
     """Sum of a tensor's memory in 64-bit words, modulo 2^64: no conversion, so no copy."""
     tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat, each = tensor.contiguous().view(-1), 8 // tensor.element_size()
+    flat, each = tensor.reshape(-1), 8 // tensor.element_size()
     if flat.storage_offset() % each:  # in the middle of a word
         flat = flat.clone()
     odd = flat.numel() % each

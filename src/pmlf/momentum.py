@@ -31,9 +31,8 @@ def clip_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
     >>> clip_factors(torch.tensor([0.5, 4.0]), 1.0, "flat").tolist()
     [1.0, 0.25]
     """
-    if clipping == "automatic":
-        return clip_norm / (norms + _AUTOMATIC_STABILITY)
-    return clip_norm / norms.clamp(min=clip_norm)
+    at_least = norms + _AUTOMATIC_STABILITY if clipping == "automatic" else norms.clamp(min=clip_norm)
+    return at_least.reciprocal_().mul_(clip_norm)
 
 
 def _finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> tuple[Tensor, Tensor | None]:

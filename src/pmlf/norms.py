@@ -27,7 +27,7 @@ from pmlf.roots import Roots, rooted_norms
 def factored_norms(uses: Sequence[Factors], roots: Roots) -> tuple[Tensor, Tensor | None]:
     """(norm^2, slack) of every sample, float64. A single token needs no slack."""
     first, tokens = uses[0], sum(use.tokens for use in uses)
-    if tokens == 1 and first.groups == 1:  # nothing can cancel: |left|^2 |right|^2
+    if len(uses) == 1 and first.single:  # |left|^2 |right|^2
         left, right = first.sides(slice(0, first.samples))
         squared = squared_norms(right.flatten(1))
         if left.is_floating_point():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -113,13 +113,16 @@ class Recorder:
 
 @contextmanager
 def hooked(model: nn.Module, plan: Plan, recorder: Recorder) -> Iterator[None]:
-    with ExitStack() as stack:
+    handles = []
+    try:
         for watched in plan.watched:
             module = model.get_submodule(watched.name)
             # First in line: a user's own hook may change the output, and its factor belongs to the gradient.
-            handle = module.register_forward_hook(recorder.hook(watched), with_kwargs=True, prepend=True)
-            stack.callback(handle.remove)
+            handles.append(module.register_forward_hook(recorder.hook(watched), with_kwargs=True, prepend=True))
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def refuse_reentrant_checkpoint(loss: Tensor, layers: Sequence[str]) -> None:

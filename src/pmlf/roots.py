@@ -65,14 +65,12 @@ def _root(sides: Sequence[Tensor]) -> Root:
     lengths = lower.new_empty(samples, tokens, dtype=wide)
     found = lower.new_empty(samples, dtype=torch.bool)
     for chosen in blocks(slice(0, samples), 4 * tokens * (features + 2 * tokens)):
-        parts = [side[chosen].to(wide) for side in sides]
-        products = parts[0] @ parts[0].mT
-        if len(parts) > 1:
-            first, products = products, products.new_empty(len(products), tokens, tokens)
-            products[:, : ends[1], : ends[1]] = first
-            for u, one in enumerate(parts[1:], 1):  # what lies above the diagonal is not read
-                for v, other in enumerate(parts[: u + 1]):
-                    products[:, ends[u] : ends[u + 1], ends[v] : ends[v + 1]] = one @ other.mT
+        rows = lengths.new_empty(chosen.stop - chosen.start, tokens, features)
+        products = rows.new_empty(len(rows), tokens, tokens)
+        for side, start, end in zip(sides, ends, ends[1:], strict=False):
+            rows[:, start:end] = side[chosen]
+            # what lies above the diagonal is not read
+            products[:, start:end, :end].baddbmm_(rows[:, start:end], rows[:, :end].mT, beta=0)
         itself = products.diagonal(dim1=1, dim2=2)
         torch.sqrt(itself.mul_(shift).add_(_NO_LENGTH), out=lengths[chosen])
         root, missing = torch.linalg.cholesky_ex(products)

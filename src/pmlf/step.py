@@ -180,10 +180,10 @@ class PrivateStep:
         `samples` numbers the samples for augmentation; by default they are counted through the logical batch.
         """
         self._refuse_torn()
-        named = self._unchanged()
+        named, iterate = self._unchanged()
         size = batch_size(micro_batch)
         micro_batch = to_device(micro_batch, _device(named))
-        pending = self._pending or _Pending(fingerprint=fingerprint(self.model.parameters()))
+        pending = self._pending or _Pending(fingerprint=iterate)
         if size == 0:
             self._pending = pending
             return
@@ -207,7 +207,7 @@ class PrivateStep:
     def release(self) -> None:
         """Add noise, divide by the expected batch size, filter, and leave the result in `p.grad`; forget the sum."""
         self._refuse_torn()
-        named = self._unchanged()
+        named, _ = self._unchanged()
         parameters = list(named.values())
         sums = None if self._pending is None else self._pending.sums
         self._torn = True
@@ -314,22 +314,25 @@ class PrivateStep:
                 "a release was interrupted halfway: go back to a saved state (load_state_dict) or build a new step"
             )
 
-    def _unchanged(self) -> dict[str, nn.Parameter]:
-        """The trainable parameters by name; refused if they are others than at the start, or than the pending sum's."""
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+    def _unchanged(self) -> tuple[dict[str, nn.Parameter], Fingerprint]:
+        """The trainable parameters by name, and the fingerprint of all; refused if they are others than at the start,
+        or than the pending sum's."""
+        parameters = dict(self.model.named_parameters())
+        named = {name: p for name, p in parameters.items() if p.requires_grad}
         if tuple(named) != self._plan.parameters:
             changed = sorted(set(named) ^ set(self._plan.parameters))
             raise RuntimeError(
                 f"the set of trainable parameters changed since the step was built ({', '.join(changed)}): "
                 "build a new PrivateStep"
             )
-        if self._pending is not None and self._pending.fingerprint != fingerprint(self.model.parameters()):
+        iterate = fingerprint(parameters.values())
+        if self._pending is not None and self._pending.fingerprint != iterate:
             raise RuntimeError(
                 "parameters changed between accumulate and release, so the pending sum is of another iterate: "
                 "call optimizer.step() only after release(), or discard() the sum; a forward pass must not rewrite "
                 "frozen parameters, which would carry the data without noise"
             )
-        return named
+        return named, iterate
 
 
 @dataclass(frozen=True, kw_only=True)
