@@ -217,7 +217,12 @@ def test_exact_norms_without_slack_for_the_rounding_of_the_sum_break_the_bound(
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["cnn5", "tied", "convolutions", "unusual", "vit", "bag"])
-def test_a_sample_that_is_not_finite_adds_exactly_zero(name: str, bad: float) -> None:
+@pytest.mark.parametrize("sliced", [False, True])
+def test_a_sample_that_is_not_finite_adds_exactly_zero(
+    name: str, bad: float, sliced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sliced:  # two samples at a time, some of the parameters as factors: the sample is neither first nor last
+        monkeypatch.setattr(choice, "held_late", lambda kept, samples: (list(kept)[::2], 2))
     case, size = CASES[name], 5
     batch = case.batch(size)
     poison = torch.zeros(size)
