@@ -103,14 +103,8 @@ class SampleMomentum:
             if slack is not None:
                 rounded = scale * slack[chosen] > _LARGEST_ROUNDING * clip_norm
                 for row in rounded.nonzero().flatten().tolist():
-                    one = slice(row, row + 1)
-                    rows = {name: self._gradients[name].formed(slice(start + row, start + row + 1)) for name in others}
-                    late_rows = [part[one] for part in formed.values()]
-                    some[one] = sum(squared_norms(part).to(some) for part in (*rows.values(), *late_rows)) ** 0.5
-                    scale[one], unfit = _finite_factors(some[one], clip_norm, clipping)
-                    for name in others:
-                        if self._gradients[name].factors:
-                            self._gradients[name].add_clipped(rows[name], scale[one], unfit)
+                    late_rows = [part[row : row + 1] for part in formed.values()]
+                    some[row], scale[row] = self._add_alone(start + row, others, late_rows, clip_norm, clipping)
                     aside.append(start + row)
                     refused = scale == 0.0
             for name, part in formed.items():
@@ -137,6 +131,22 @@ class SampleMomentum:
                     gradient.without(refused)
                 gradient.write_clipped_sum(scale.to(out.device), out, add=before is not None)
         return norms
+
+    def _add_alone(
+        self, sample: int, names: Sequence[str], rest: Sequence[Tensor], clip_norm: float, clipping: Clipping
+    ) -> tuple[Tensor, Tensor]:
+        """Form the gradients of one sample and take up those of parameters kept as factors; `rest` is of the others.
+
+        Returns its norm, over all, and its factor.
+        """
+        formed = {name: self._gradients[name].formed(slice(sample, sample + 1)) for name in names}
+        squares = [squared_norms(part).to("cpu", torch.float64) for part in (*formed.values(), *rest)]
+        norm = torch.stack(squares).sum(0).sqrt_()
+        factor, refused = _finite_factors(norm, clip_norm, clipping)
+        for name, part in formed.items():
+            if self._gradients[name].factors:
+                self._gradients[name].add_clipped(part, factor, refused)
+        return norm[0], factor[0]
 
     def _squared_norms(self, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
         """(norm^2, slack) of every sample over some parameters, float64; no slack where nothing can cancel."""
