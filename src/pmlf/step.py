@@ -289,8 +289,9 @@ class PrivateStep:
 
     def _views(self, batch: Any, samples: Tensor | None, points: int) -> Sequence[Any]:
         """The batch as each evaluation point sees it; its samples are numbered where there is an augmentation."""
-        if self.augmentation is None or samples is None:
+        if self.augmentation is None:
             return [batch] * points
+        assert samples is not None
 
         def augmented(augmentation: Augmentation, point: int) -> Any:
             stream = self.randomness.stream("augmentation", self._releases, point)
