@@ -15,11 +15,12 @@ _SHORT_ROW = 128  # numbers, up to which float64 costs no more
 _TINY = 1e-25  # a norm^2 below which squares that float32 cannot hold may matter
 
 
-def blocks(chosen: slice, bytes_each: int) -> Iterator[slice]:
-    """Slices of the samples chosen whose work memory stays near the cache: as many samples for every thread, so that
-    none is idle at a slice's end."""
+def blocks(chosen: slice, bytes_each: int, *, together: int = 0) -> Iterator[slice]:
+    """Slices of the samples chosen whose work memory stays near the cache, or takes `together` bytes if that is more:
+    as many samples for every thread, so that none is idle at a slice's end."""
     threads, needed = torch.get_num_threads(), max(1, bytes_each)
-    step = threads * (CHUNK_BYTES // needed) or max(1, min(threads, _LARGEST_BLOCK // needed))
+    step = threads * (max(CHUNK_BYTES, together // threads) // needed)
+    step = step or max(1, min(threads, _LARGEST_BLOCK // needed))
     return (slice(start, min(start + step, chosen.stop)) for start in range(chosen.start, chosen.stop, step))
 
 

@@ -190,6 +190,16 @@ class Outer(Factors):
         dtype = wide_dtype(self.left)
         return Wide(left=self.left[chosen].unsqueeze(1).to(dtype), right=self.right[chosen].unsqueeze(1).to(dtype))
 
+    def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
+        if self.rows >= self.cols:
+            super().form(chosen, out, add=add)
+            return
+        into = out.view(-1, self.cols, self.rows)  # tall: a product that is wide takes a fifth longer
+        torch.baddbmm(into, self.right[chosen].mT, self.left[chosen], beta=1 if add else 0, out=into)
+
+    def arranged(self, flat: Tensor, shape: torch.Size) -> Tensor:
+        return flat.view(shape) if self.rows >= self.cols else flat.view(self.cols, self.rows).mT.reshape(shape)
+
     def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
         left, right = self.left, self.right
         per_sample = scale.to(self.dtype).view(-1, 1, 1)
