@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 1 << 21  # work memory of a block of samples, for each thread: near its cache, and reused by malloc
-PRODUCT_BYTES = 1 << 25  # work memory of one product for many samples: threads wait for each other after each, which
-# costs more than work memory that leaves the cache
 _LARGEST_BLOCK = 1 << 25  # bytes of work memory up to which a block has a sample for every thread, however large
 _NORM_BLOCK = 1024  # float32 sums of squares run over this many numbers, float64 over the blocks
 _SHORT_ROW = 128  # numbers, up to which float64 costs no more

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from pmlf import choice
-from pmlf.arithmetic import PRODUCT_BYTES, blank, blocks, full_precision, squared_norms, wide_dtype
+from pmlf.arithmetic import blank, blocks, full_precision, squared_norms, wide_dtype
 from pmlf.factors import Factors
 from pmlf.norms import factored_norms
 from pmlf.roots import Roots
+
+_FORM_BYTES = 1 << 25  # sides of the samples formed at once: threads wait for each other after every product, which
+# costs more than patches that leave the cache do
 
 
 class Workspace:
@@ -131,7 +134,7 @@ class ParameterGradient:
         add = self._held is not None
         if self._held is None:
             self._held, self._like = self._workspace.buffer(self._name, factors, factors.samples), factors
-        for block in blocks(slice(0, factors.samples), 4 * factors.side_size, together=PRODUCT_BYTES):
+        for block in blocks(slice(0, factors.samples), 4 * factors.side_size, together=_FORM_BYTES):
             factors.form(block, self._held[block], add=add)
 
     def norms(self, roots: Roots) -> tuple[Tensor, Tensor | None]:
@@ -148,7 +151,7 @@ class ParameterGradient:
         if self._part is None or len(self._part) < samples:
             self._part = self._like.sides(slice(0, 1))[1].new_empty(samples, self._like.size)
         part = self._part[:samples]
-        for block in blocks(chosen, 4 * self._like.side_size, together=PRODUCT_BYTES):  # for all uses
+        for block in blocks(chosen, 4 * self._like.side_size, together=_FORM_BYTES):  # for all uses
             out = part[block.start - chosen.start : block.stop - chosen.start]
             for index, factors in enumerate(self._factors):
                 factors.form(block, out, add=index > 0)

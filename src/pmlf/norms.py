@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pmlf import choice
-from pmlf.arithmetic import PRODUCT_BYTES, blocks, squared_norms
+from pmlf.arithmetic import blocks, squared_norms
 from pmlf.factors import Factors, Outer
 from pmlf.roots import Roots, rooted_norms
 
@@ -48,8 +48,7 @@ def _gram_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor]:
     window = windows.pop() if len(windows) == 1 else None
     features = first.rows + first.cols + sum(use.tokens for use in uses)
     norms, spreads = [], []
-    needed = 8 * sum(use.gram_size for use in uses)
-    for chosen in blocks(slice(0, first.samples), needed, together=PRODUCT_BYTES):
+    for chosen in blocks(slice(0, first.samples), 8 * sum(use.gram_size for use in uses)):
         wide = [use.wide(chosen, window) for use in uses]
         squared, spread = [], []
         for u, one in enumerate(wide):
