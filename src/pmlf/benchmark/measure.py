@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # the parent does not need it
     from pmlf.benchmark.contenders import Runner
 
 _ROUND_SECONDS, _ROUND_CALLS = 0.1, 2  # the least of a round
+_LONG_SECONDS, _MORE_CALLS = 2.0, 10  # and longer for more calls, where the best of a few would not settle
 _OOM_FIRST = 1000  # of all processes the kernel should kill this one first, when memory runs out
 
 
@@ -235,7 +236,7 @@ class _Measured:
         """
         _call(self._runner, self._clock)
         calls: list[_Call] = []
-        while len(calls) < _ROUND_CALLS or sum(call.seconds for call in calls) < _ROUND_SECONDS:
+        while not _enough(calls):
             calls.append(_call(self._runner, self._clock))
         gc.collect()  # what cycles hold must not add up from round to round
         self._peak = max(self._peak, _peak_bytes())  # Linux counts it to within some pages, more or less
@@ -254,6 +255,14 @@ class _Call:
     seconds: float
     release_seconds: float | None
     clipped_sum_norm: float | None
+
+
+def _enough(calls: Sequence[_Call]) -> bool:
+    """Whether a round has had its calls."""
+    spent = sum(call.seconds for call in calls)
+    if len(calls) < _ROUND_CALLS or spent < _ROUND_SECONDS:
+        return False
+    return len(calls) >= _MORE_CALLS or spent >= _LONG_SECONDS
 
 
 def _call(runner: Runner, clock: Callable[[], float]) -> _Call:
