@@ -15,8 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,6 +25,7 @@ def work(case_name: str, contender: str, threads: int) -> None:
     """A line in, a turn's two times out."""
     import torch
 
+    from linear_floor import timed
     from pmlf import machine
     from pmlf.benchmark import cases, contenders
 
@@ -36,24 +35,8 @@ def work(case_name: str, contender: str, threads: int) -> None:
     plain = contenders.find("plain-channels-last" if case.images else "plain").prepare(*case.prepare(1.0), 1)
     private = contenders.find(contender).prepare(*case.prepare(1.0), 1)
 
-    def after_private() -> None:
-        assert private.release is not None
-        private.release()
-        private.clear()
-
     for _ in sys.stdin:
-        print(second_of_two(plain.gradient, plain.clear), second_of_two(private.gradient, after_private), flush=True)
-
-
-def second_of_two(call: Callable[[], object], after: Callable[[], None]) -> float:
-    """Seconds of the second call."""
-    seconds = 0.0
-    for _ in range(2):
-        start = time.perf_counter()
-        call()
-        seconds = time.perf_counter() - start
-        after()
-    return seconds
+        print(timed(plain), timed(private), flush=True)
 
 
 def take_turn(process: subprocess.Popen[str]) -> tuple[float, float]:
