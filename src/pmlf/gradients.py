@@ -19,8 +19,7 @@ from pmlf.factors import Factors
 from pmlf.norms import factored_norms
 from pmlf.roots import Roots
 
-_FORM_BYTES = 1 << 25  # sides of the samples formed at once: threads wait for each other after every product, which
-# costs more than patches that leave the cache do
+_FORM_BYTES = 1 << 25  # sides of the samples formed at once: fewer and longer products, though patches leave the cache
 
 
 class Workspace:
