@@ -1,4 +1,4 @@
-"""What every test shares: threads under xdist, and where real data is."""
+"""What every test shares: threads under xdist, seeds, and where real data is."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PMLF_CACHE", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """A test's models and batches are the same alone as after others."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

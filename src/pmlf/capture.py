@@ -143,8 +143,7 @@ def capture(
             yield own[local], found.pop(local)
     for name, grad in of_bare.items():
         if grad is not None:
-            own_copy = grad.detach().clone()  # autograd may give two parameters views of one tensor
-            yield name, own_copy.unsqueeze(0) if plan.one_by_one else own_copy
+            yield name, grad.unsqueeze(0) if plan.one_by_one else grad
 
 
 def _marks(loss: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from pmlf.capture import LossFunction, capture, per_sample_loss, rewritten_by_fo
 from pmlf.factors import Factors
 from pmlf.gradients import SumBuffers, Workspace
 from pmlf.half_precision import deadly_bfloat16_refused
-from pmlf.momentum import SampleMomentum, clip_factors
+from pmlf.momentum import SampleMomentum, finite_factors
 from pmlf.noise import SeededRandomness, torch_seeded
 from pmlf.plan import Plan
 
@@ -63,7 +63,7 @@ def tolerance_for(half_precision: bool, model: nn.Module) -> _Tolerance:
 class Compared:
     agree: bool
     worst: str  # the parameter where they differ most
-    told: bool  # whether all gradients were finite and not zero: two zeros agree about nothing
+    told: bool  # whether all gradients were summed and not zero: two zeros agree about nothing
 
 
 def compared(subject: Subject, batch: Any, alone: Sequence[Any]) -> Compared:
@@ -77,14 +77,16 @@ def compared(subject: Subject, batch: Any, alone: Sequence[Any]) -> Compared:
     finite = norms.isfinite() & expected.isfinite()
     allowed = tolerance.relative * expected + tolerance.of_spread * spread + 1e-12
     norms_agree = bool((((norms - expected).abs() <= allowed) | ~finite).all())
-    factors = clip_factors(norms, subject.clip_norm, "flat")
+    factors, refused = finite_factors(norms, subject.clip_norm, "flat")
     largest = tolerance.relative * factors * expected + tolerance.of_spread * factors * spread
     left_over = {name: float(value.norm()) for name, value in sums.items()}
     worst = max(left_over, key=lambda name: left_over[name])
     sums_agree = left_over[worst] <= float(largest[finite].sum()) + 1e-12
     same = bool((norms.isfinite() == expected.isfinite()).all())
     return Compared(
-        agree=same and norms_agree and sums_agree, worst=worst, told=bool((finite & (expected > 0.0)).all())
+        agree=same and norms_agree and sums_agree,
+        worst=worst,
+        told=refused is None and bool((finite & (expected > 0.0)).all()),
     )
 
 
@@ -115,10 +117,10 @@ def subtract_plain(subject: Subject, single: Any, sums: dict[str, Tensor]) -> fl
     found = torch.autograd.grad(loss.sum(), list(parameters.values()), allow_unused=True)
     grads = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
     norm = weight * torch.stack([squared_norms(g.reshape(1, -1)).cpu() for g in grads.values()]).sum().sqrt()
-    if bool(norm.isfinite()):
-        factor = float(clip_factors(norm, subject.clip_norm, "flat"))
+    factor, refused = finite_factors(norm, subject.clip_norm, "flat")
+    if refused is None:
         for name, grad in grads.items():
-            sums[name].sub_(grad, alpha=weight * factor)
+            sums[name].sub_(grad, alpha=weight * float(factor))
     return float(norm)
 
 

@@ -33,22 +33,22 @@ class Workspace:
 
     def scratch(self, like: Tensor) -> Tensor:
         """Uninitialised memory like a tensor, until the next call."""
-        kept = self._kept("", like, like.numel())
+        kept = self._kept("", like.dtype, like.device, like.numel())
         return kept.view(like.shape) if like.is_contiguous() else kept.as_strided(like.shape, _dense_strides(like))
 
     def part(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Uninitialised memory of a tensor's shape in another precision, until the next call."""
-        return self._kept("part", torch.empty(0, dtype=dtype, device=like.device), like.numel()).view(like.shape)
+        return self._kept("part", dtype, like.device, like.numel()).view(like.shape)
 
     def buffer(self, name: str, factors: Factors, samples: int) -> Tensor:
         """(samples, size), uninitialised, for the gradients of the parameter `name`."""
         right = factors.sides(slice(0, 1))[1]
-        return self._kept(name, right, samples * factors.size).view(samples, factors.size)
+        return self._kept(name, right.dtype, right.device, samples * factors.size).view(samples, factors.size)
 
-    def _kept(self, name: str, like: Tensor, needed: int) -> Tensor:
+    def _kept(self, name: str, dtype: torch.dtype, device: torch.device, needed: int) -> Tensor:
         kept = self._buffers.get(name)
-        if kept is None or kept.numel() < needed or kept.dtype != like.dtype or kept.device != like.device:
-            kept = self._buffers[name] = like.new_empty(needed)
+        if kept is None or kept.numel() < needed or kept.dtype != dtype or kept.device != device:
+            kept = self._buffers[name] = torch.empty(needed, dtype=dtype, device=device)
         return kept if kept.numel() == needed else kept[:needed]
 
 
@@ -113,13 +113,10 @@ class ParameterGradient:
         return self._factors
 
     def add_formed(self, gradient: Tensor) -> None:
-        """Add per-sample gradients (samples, *shape), which are taken over."""
+        """Add per-sample gradients (samples, *shape), which may be others' too: they are not written to."""
         assert self._like is None and not self._factors, f"{self._name}: a layer's weight used bare as well"
         rows = full_precision(gradient).reshape(len(gradient), -1)
-        if self._held is None:
-            self._held = rows
-        else:
-            self._held += rows
+        self._held = rows if self._held is None else self._held + rows
 
     def add(self, factors: Factors, points: int) -> None:
         """Add one use, formed or kept as factors, whichever is better for `points` times its tokens."""

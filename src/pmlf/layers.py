@@ -68,7 +68,7 @@ def _linear(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
     if "weight" in wanted:
         found["weight"] = _outer(grad, _tokens(call))
     if "bias" in wanted:
-        found["bias"] = grad.sum(1)  # of one token too: who gets it may add to it
+        found["bias"] = grad.squeeze(1) if grad.shape[1] == 1 else grad.sum(1)
     return found
 
 

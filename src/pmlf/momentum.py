@@ -35,12 +35,14 @@ def clip_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
     return at_least.reciprocal_().mul_(clip_norm)
 
 
-def _finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> tuple[Tensor, Tensor | None]:
+def finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> tuple[Tensor, Tensor | None]:
     """(factors, refused): zero for samples, marked in `refused` if there are any, whose norm is not finite, or so large
     that float32 would round its factor up."""
     factors = clip_factors(norms, clip_norm, clipping)  # NaN of NaN, and 0 of infinity
+    if float(factors.min()) >= _SMALLEST_FACTOR:  # which NaN is not
+        return factors, None
     fine = factors >= _SMALLEST_FACTOR
-    return (factors, None) if bool(fine.all()) else (torch.where(fine, factors, 0.0), ~fine)
+    return torch.where(fine, factors, 0.0), ~fine
 
 
 class SampleMomentum:
@@ -99,7 +101,7 @@ class SampleMomentum:
             some.sqrt_()
             if slack is not None:
                 some += slack[chosen]
-            scale, refused = _finite_factors(some, clip_norm, clipping)
+            scale, refused = finite_factors(some, clip_norm, clipping)
             if slack is not None:
                 rounded = scale * slack[chosen] > _LARGEST_ROUNDING * clip_norm
                 for row in rounded.nonzero().flatten().tolist():
@@ -142,7 +144,7 @@ class SampleMomentum:
         formed = {name: self._gradients[name].formed(slice(sample, sample + 1)) for name in names}
         squares = [squared_norms(part).to("cpu", torch.float64) for part in (*formed.values(), *rest)]
         norm = torch.stack(squares).sum(0).sqrt_()
-        factor, refused = _finite_factors(norm, clip_norm, clipping)
+        factor, refused = finite_factors(norm, clip_norm, clipping)
         for name, part in formed.items():
             if self._gradients[name].factors:
                 self._gradients[name].add_clipped(part, factor, refused)
@@ -150,11 +152,17 @@ class SampleMomentum:
 
     def _squared_norms(self, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
         """(norm^2, slack) of every sample over some parameters, float64; no slack where nothing can cancel."""
-        squared, slack, roots = torch.zeros(self._samples, dtype=torch.float64), None, Roots()
+        squared, slack, roots = None, None, Roots()
         for name in names:
             norm, rounding = self._gradients[name].norms(roots)
-            squared += norm.to(squared)
+            squared = _added(squared, norm)
             if rounding is not None:
-                square = rounding.to(squared).square_()
-                slack = square if slack is None else slack.add_(square)
+                slack = _added(slack, rounding.square_())
+        if squared is None:
+            squared = torch.zeros(self._samples, dtype=torch.float64)
         return squared, None if slack is None else slack.sqrt_()
+
+
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    part = part.to("cpu", torch.float64)
+    return part if total is None else total.add_(part)
