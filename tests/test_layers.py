@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -9,9 +10,13 @@ import pytest
 import torch
 from opacus import GradSampleModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from pmlf import PrivateStep, arithmetic, choice, factors
+from pmlf import PrivateStep, arithmetic, choice, factors, layers
+from pmlf.capture import capture
 from pmlf.layers import rule_for
+from pmlf.plan import Plan
+from reference import single_gradient
 from zoo import CASES, classify, make
 
 pytestmark = [
@@ -150,3 +155,47 @@ def test_products_of_patches_are_sums_of_shifted_products_of_pixels(
     rows = patches.reshape(2, 1, tokens, -1)
     found = factors.Window(space=space, kernel=kernel).patch_products(flat @ flat.mT)
     torch.testing.assert_close(found, rows @ rows.mT)
+
+
+class _Grouped(nn.Module):
+    """A GroupNorm whose output is changed in place, on several windows of a sample."""
+
+    def __init__(self, checkpointed: bool, offset: float) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 8)
+        self.checkpointed = checkpointed
+        self.offset = offset
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = (x + self.offset).flatten(0, 1)
+        normal = checkpoint(self.norm, windows, use_reentrant=False) if self.checkpointed else self.norm(windows)
+        return normal.relu_().flatten(1).square().sum(1).view(len(x), -1).sum(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+@pytest.mark.parametrize("shape", [(3, 1, 8, 5), (3, 2, 8, 4, 3), (3, 2, 8, 3, 2, 2), (1, 1, 8, 6)], ids=str)
+def test_group_norm_gives_each_sample_its_own_gradient_by_the_statistics_of_the_forward_pass(
+    shape: tuple[int, ...], offset: float, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def again(*_: Any) -> Any:
+        raise AssertionError("normalised again, though the statistics are there")
+
+    if not checkpointed:  # a checkpoint keeps what is saved to itself
+        monkeypatch.setattr(layers, "_affine", again)
+    model, x = _Grouped(checkpointed, offset), torch.randn(shape)
+    values = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        result: Tensor = model(batch[0])
+        return result
+
+    found = dict(capture(model, Plan.of(model), values, loss, (x,), shape[0], 1.0))
+    for sample in range(shape[0]):
+        expected = single_gradient(copy.deepcopy(model).double(), loss, (x[sample : sample + 1].double(),))
+        for name, one in zip(values, expected, strict=True):
+            ours = found[name]
+            assert isinstance(ours, Tensor)
+            assert float((ours[sample].double() - one).norm()) <= 1e-4 * float(one.norm()), name

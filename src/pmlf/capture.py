@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from pmlf.batches import same_bits
 from pmlf.half_precision import without_autocast
-from pmlf.layers import Call, Contribution, NotTakenApart, by_vmap
+from pmlf.layers import Call, Contribution, NotTakenApart
 from pmlf.plan import Plan
 from pmlf.recording import Recorder, hooked, refuse_reentrant_checkpoint
+from pmlf.vmapped import by_vmap
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -132,6 +133,7 @@ def capture(
             grad=grad.reshape(seen.shape),
             samples=samples,
             output=seen.output,
+            statistics=seen.statistics,
         )
         with without_autocast():
             if seen.watched.rule is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pmlf.arithmetic import full_precision
-from pmlf.layers import NotTakenApart
+from pmlf.layers import NotTakenApart, Statistics
 from pmlf.plan import Plan, Watched
 
 
@@ -25,6 +25,7 @@ class Seen(NamedTuple):
     named_args: dict[str, Any]
     shape: torch.Size  # of the output, with its batch axis
     output: Tensor | None  # where the layer has no rule
+    statistics: Statistics | None  # of a GroupNorm
 
 
 @dataclass
@@ -51,7 +52,8 @@ class Recorder:
             args, named = tuple(map(_detached, args)), {key: _detached(value) for key, value in named.items()}
             # a copy: what comes after the layer may change its output in place
             kept = result.detach().clone() if watched.rule is None else None
-            self.seen.append(Seen(watched, module, args, named, result.shape, kept))
+            statistics = _statistics(result) if isinstance(module, nn.GroupNorm) else None
+            self.seen.append(Seen(watched, module, args, named, result.shape, kept, statistics))
             whole = _whole(result)
             self.edges.append(get_gradient_edge(whole))
             needs_input = watched.rule is None or set(watched.own) != {"bias"}
@@ -151,6 +153,27 @@ def _whole(output: Tensor) -> Tensor:
     if base is None or base.numel() != output.numel() or not (base.is_contiguous() and output.is_contiguous()):
         return output
     return base
+
+
+def _statistics(output: Tensor) -> Statistics | None:
+    """What a GroupNorm has just saved for its backward pass; None where somebody else, a checkpoint for one, looks
+    after what is saved, or where it is in half precision."""
+    node: Any = output.grad_fn
+    if node is None or node.name() != "NativeGroupNormBackward0":
+        return None
+    found: list[Tensor] = []
+
+    def look(saved: Tensor) -> Tensor:
+        found.append(saved)
+        return saved
+
+    try:
+        for saved in (node._raw_saved_result1, node._raw_saved_result2):
+            saved.register_hooks(look, lambda kept: kept)  # calls `look` at once
+    except RuntimeError:  # it has hooks
+        return None
+    mean, inverse = found
+    return (mean, inverse) if full_precision(mean) is mean else None
 
 
 def _detached(value: Any) -> Any:
