@@ -157,7 +157,7 @@ class SampleMomentum:
             norm, rounding = self._gradients[name].norms(roots)
             squared = _added(squared, norm)
             if rounding is not None:
-                slack = _added(slack, rounding.square_())
+                slack = _added(slack, rounding.to("cpu", torch.float64).square_())  # not in less, which could lose it
         if squared is None:
             squared = torch.zeros(self._samples, dtype=torch.float64)
         return squared, None if slack is None else slack.sqrt_()
