@@ -157,7 +157,7 @@ def _whole(output: Tensor) -> Tensor:
 
 def _statistics(output: Tensor) -> Statistics | None:
     """What a GroupNorm has just saved for its backward pass; None where somebody else, a checkpoint for one, looks
-    after what is saved, or where it is in half precision."""
+    after what is saved, where it is in half precision, or where another torch calls it by other names."""
     node: Any = output.grad_fn
     if node is None or node.name() != "NativeGroupNormBackward0":
         return None
@@ -170,7 +170,7 @@ def _statistics(output: Tensor) -> Statistics | None:
     try:
         for saved in (node._raw_saved_result1, node._raw_saved_result2):
             saved.register_hooks(look, lambda kept: kept)  # calls `look` at once
-    except RuntimeError:  # it has hooks
+    except (AttributeError, RuntimeError):  # not there, or it has hooks
         return None
     mean, inverse = found
     return (mean, inverse) if full_precision(mean) is mean else None
