@@ -37,3 +37,19 @@ def test_blocks_have_as_many_samples_for_every_thread(
     blocks = list(arithmetic.blocks(slice(0, 50), bytes_each))
     assert blocks[0] == slice(0, expected)
     assert [i for block in blocks for i in range(block.start, block.stop)] == list(range(50))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("tokens", "rows", "cols"), [(1000, 10, 784), (1001, 784, 10), (1024, 1, 512), (7, 3, 5)])
+@pytest.mark.parametrize("add", [False, True])
+def test_a_product_is_the_same_however_its_tokens_are_shared_out(
+    threads: int, tokens: int, rows: int, cols: int, add: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many tokens with a narrow side; tokens that are left over, the wide side first, and what was there count."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    left, right, out = torch.randn(tokens, rows), torch.randn(tokens, cols), torch.randn(rows, cols)
+    expected = left.double().mT @ right.double() + (out.double() if add else 0.0)
+    if not add:
+        out.fill_(float("nan"))  # what is there is not read
+    arithmetic.add_product(left, right, out, add=add)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)

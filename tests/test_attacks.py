@@ -493,7 +493,7 @@ def test_after_an_interrupted_release_a_saved_state_is_the_way_back(monkeypatch:
 def test_no_message_tells_how_many_samples_were_drawn(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FirstLook, "at", lambda self, batch, size: None)
+    monkeypatch.setattr(FirstLook, "at", lambda self, batch, size, modes: None)
     with pytest.raises(ValueError, match="sample") as refused:
         stepped(model, loss).accumulate((rows(7, 3),))
     assert "7" not in str(refused.value)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pmlf import PrivateStep, arithmetic, choice, factors, layers
+from pmlf.anatomy import Anatomy
 from pmlf.capture import capture
 from pmlf.layers import rule_for
 from pmlf.plan import Plan
@@ -192,7 +193,7 @@ def test_group_norm_gives_each_sample_its_own_gradient_by_the_statistics_of_the_
         result: Tensor = model(batch[0])
         return result
 
-    found = dict(capture(model, Plan.of(model), values, loss, (x,), shape[0], 1.0))
+    found = dict(capture(Anatomy(model), Plan.of(model), values, loss, (x,), shape[0], 1.0))
     for sample in range(shape[0]):
         expected = single_gradient(copy.deepcopy(model).double(), loss, (x[sample : sample + 1].double(),))
         for name, one in zip(values, expected, strict=True):

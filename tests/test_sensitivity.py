@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pmlf import PrivateStep, choice, gradients, methods
+from pmlf.anatomy import Anatomy
 from pmlf.batches import select
 from pmlf.momentum import SampleMomentum
 from zoo import CASES, make
@@ -159,7 +160,7 @@ def test_cancelling_tokens_of_embedding_and_convolution_stay_within_the_clip_nor
 def test_clipping_each_point_with_unit_weights_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public reference code's way: clip at every point, then add. A sample moves the sum by up to k*C."""
 
-    def clip_per_point(self: PrivateStep, named: Any, batch: Any, part: slice, samples: Any, place: Any) -> Any:
+    def clip_per_point(self: PrivateStep, anatomy: Anatomy, batch: Any, part: slice, samples: Any, place: Any) -> Any:
         class PerPoint:
             def write_clipped_sum(_, clip_norm: float, clipping: Any, before: Any, into: Any) -> None:
                 for value in into.values():
@@ -167,7 +168,7 @@ def test_clipping_each_point_with_unit_weights_breaks_the_bound(monkeypatch: pyt
                 for point in self.method.points.at(self._releases):
                     values = dict(zip(self._plan.parameters, self._history.evaluate(point, self.trained), strict=True))
                     one = SampleMomentum(self._plan, part.stop - part.start, 1, gradients.Workspace())
-                    one.add_point(self.model, values, self.loss_fn, batch, 1.0)
+                    one.add_point(anatomy, values, self.loss_fn, batch, 1.0)
                     one.write_clipped_sum(clip_norm, clipping, into, into)
 
         return PerPoint()

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pmlf.anatomy import Anatomy
 from pmlf.batches import same_bits
 from pmlf.half_precision import without_autocast
 from pmlf.layers import Call, Contribution, NotTakenApart
@@ -28,12 +29,12 @@ LossFunction = Callable[[Any, Any], Any]
 
 
 @contextmanager
-def _swapped(model: nn.Module, replacements: Mapping[int, Tensor]) -> Iterator[None]:
+def _swapped(anatomy: Anatomy, replacements: Mapping[int, Tensor]) -> Iterator[None]:
     """The model with other tensors in place of its parameters and buffers, by their ids, wherever each is used."""
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
     recurrent: list[nn.RNNBase] = []
     try:
-        for module in model.modules():
+        for module in anatomy.modules.values():
             owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for tensors in owned:
                 if tensors:
@@ -58,7 +59,7 @@ def _renew_flat_weights(module: nn.RNNBase) -> None:
 
 
 def capture(
-    model: nn.Module,
+    anatomy: Anatomy,
     plan: Plan,
     values: Mapping[str, Tensor],
     loss_fn: LossFunction,
@@ -75,14 +76,13 @@ def capture(
     """
     assert samples == 1 or not plan.one_by_one
     leaves = {name: _leaf(plan, name, value, samples).requires_grad_() for name, value in values.items()}
-    buffers = dict(model.named_buffers())
+    model, parameters, buffers = anatomy.model, anatomy.parameters, anatomy.buffers
     copies = {name: buffer.clone() for name, buffer in buffers.items()}
-    parameters = dict(model.named_parameters())
     frozen = {name: (p, p._version) for name, p in parameters.items() if not p.requires_grad}
     replacements = {id(parameters[name]): leaf for name, leaf in leaves.items()}
     replacements |= {id(buffers[name]): copy for name, copy in copies.items()}
     recorder = Recorder(samples)
-    with hooked(model, plan, recorder), _no_autocast_cache(), _swapped(model, replacements):
+    with hooked(anatomy, plan, recorder), _no_autocast_cache(), _swapped(anatomy, replacements):
         loss = per_sample_loss(_called(loss_fn, model, batch, plan), samples)
         recorder.recording = False
         if recorder.without_grad:
@@ -139,7 +139,7 @@ def capture(
             if seen.watched.rule is not None:
                 found = seen.watched.rule(call, own)
             else:
-                found = by_vmap(call, own, _module_values(model, seen.module, values))
+                found = by_vmap(call, own, _module_values(anatomy, seen.module, values))
         del seen, grad, call
         for local in list(found):
             yield own[local], found.pop(local)
@@ -213,9 +213,9 @@ def per_sample_loss(result: Any, samples: int) -> Tensor:
     return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
 
 
-def _module_values(model: nn.Module, module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _module_values(anatomy: Anatomy, module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All parameters of one module, by their names in it, at the evaluation point."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in anatomy.parameters.items()}
     return {
         local: values.get(names[id(p)], p.detach()).detach()
         for local, p in module.named_parameters(remove_duplicate=False)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook
 
+from pmlf.anatomy import Anatomy
 from pmlf.arithmetic import squared_norms
 from pmlf.batches import batch_size, same_bits, select
 from pmlf.capture import LossFunction, capture, per_sample_loss, rewritten_by_forward
@@ -93,12 +94,13 @@ def compared(subject: Subject, batch: Any, alone: Sequence[Any]) -> Compared:
 def clipped_sum(subject: Subject, batch: Any, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Write the clipped sum; return each sample's norm and spread (what was added up, however much cancelled)."""
     plan, values, spread = subject.plan, trained(subject.model), torch.zeros(batch_size(batch), dtype=torch.float64)
+    anatomy = Anatomy(subject.model)
     norms: list[Tensor] = []
     for part in plan.passes(len(spread)):
         samples, view = part.stop - part.start, select(batch, part)
         momentum = SampleMomentum(plan, samples, len(subject.weights), Workspace())
         for weight in subject.weights:
-            for name, contribution in capture(subject.model, plan, values, subject.loss_fn, view, samples, weight):
+            for name, contribution in capture(anatomy, plan, values, subject.loss_fn, view, samples, weight):
                 if isinstance(contribution, Factors):
                     spread[part] += contribution.spread(slice(0, samples)).cpu()
                 momentum.add(name, contribution)

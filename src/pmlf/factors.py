@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pmlf.arithmetic import blank, same_memory, wide_dtype
+from pmlf.arithmetic import add_product, blank, same_memory, wide_dtype
 
 Scratch = Callable[[Tensor], Tensor]  # work memory like a given tensor
 
@@ -81,6 +81,10 @@ class Factors(ABC):
     def sides(self, chosen: slice) -> tuple[Tensor, Tensor]:
         """(left, right) of some samples: (n, groups, tokens, rows), or row indices (n, 1, tokens); and
         (n, groups, tokens, cols)."""
+
+    def vectors(self) -> tuple[Tensor, ...]:
+        """Of a single token, (samples, features) each: its gradient is their product, with one-hot vectors left out."""
+        return tuple(side.flatten(1) for side in self.sides(slice(0, self.samples)) if side.is_floating_point())
 
     @property
     def window(self) -> Window | None:
@@ -186,6 +190,9 @@ class Outer(Factors):
     def sides(self, chosen: slice) -> tuple[Tensor, Tensor]:
         return self.left[chosen].unsqueeze(1), self.right[chosen].unsqueeze(1)
 
+    def vectors(self) -> tuple[Tensor, ...]:
+        return self.right.squeeze(1), self.left.squeeze(1)
+
     def wide(self, chosen: slice, window: Window | None) -> Wide:
         dtype = wide_dtype(self.left)
         return Wide(left=self.left[chosen].unsqueeze(1).to(dtype), right=self.right[chosen].unsqueeze(1).to(dtype))
@@ -202,13 +209,12 @@ class Outer(Factors):
 
     def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
         left, right = self.left, self.right
-        per_sample = scale.to(self.dtype).view(-1, 1, 1)
+        per_sample = scale.to(left).view(-1, 1, 1)
         if self.rows <= self.cols:  # the side with fewer numbers
             left = torch.mul(left, per_sample, out=scratch(left))
         else:
             right = torch.mul(right, per_sample, out=scratch(right))
-        matrix = out.view(self.rows, self.cols)
-        torch.addmm(matrix, left.flatten(0, 1).mT, right.flatten(0, 1), beta=1 if add else 0, out=matrix)
+        add_product(left.flatten(0, 1), right.flatten(0, 1), out.view(self.rows, self.cols), add=add)
 
     def merged(self, other: Factors) -> Factors | None:
         """A first layer has the same input at every point: only the gradients at its output are added."""
@@ -255,7 +261,7 @@ class Lookup(Factors):
         return Wide(left=index, right=right.to(wide_dtype(right)))
 
     def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
-        scaled = torch.mul(self.right, scale.to(self.right.dtype)[:, None, None], out=scratch(self.right))
+        scaled = torch.mul(self.right, scale.to(self.right)[:, None, None], out=scratch(self.right))
         if not add:
             out.zero_()
         out.index_add_(0, self.index.flatten(), scaled.flatten(0, 1))
@@ -336,7 +342,7 @@ class Patches(Factors):
         return Wide(left=left.to(dtype), right=right.to(dtype), window=window)
 
     def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
-        per_row = scale.to(self.grad.dtype).repeat_interleave(self._windows)
+        per_row = scale.to(self.grad).repeat_interleave(self._windows)
         scaled = torch.mul(self.grad, per_row.view(-1, *[1] * (self.grad.ndim - 1)), out=scratch(self.grad))
         dims = len(self.kernel)
         input, padding = self.input, self.padding[::-2]

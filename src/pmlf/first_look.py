@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pmlf.anatomy import Anatomy
 from pmlf.augmentation import Augmentation
 from pmlf.batches import select
 from pmlf.comparison import Subject
@@ -27,15 +28,18 @@ class FirstLook:
         self._subject = subject
         self._gradients = gradients
         self._augmentation = augmentation
-        self._modes = self._training_flags()
+        self._modes = Anatomy(subject.model).modes
         self._gradients_of = 0  # how many samples' gradients were compared: 0, 1 or 2
         self._whole_micro_batch = False
 
-    def at(self, batch: Any, size: int) -> None:
-        """Raise ValueError if these samples show what would break the guarantee; cheap once enough was seen."""
-        if self._training_flags() != self._modes:  # another mode is another model
+    def at(self, batch: Any, size: int, modes: tuple[bool, ...]) -> None:
+        """Raise ValueError if these samples show what would break the guarantee; cheap once enough was seen.
+
+        `modes` are the model's at the moment.
+        """
+        if modes != self._modes:  # another mode is another model
             refuse_unsafe_model(self._subject.model, self._gradients)
-            self._modes = self._training_flags()
+            self._modes = modes
             self.again()
         alone = self._gradients == "one-by-one"
         few = 1 if alone else min(size, 2)
@@ -67,6 +71,3 @@ class FirstLook:
             stream = SeededRandomness(0).stream("check", draw)
             uniforms = keyed_uniforms(stream, torch.arange(size), self._augmentation.draws)
             check_augmentation(self._augmentation.function, batch, uniforms)
-
-    def _training_flags(self) -> tuple[bool, ...]:
-        return tuple(module.training for module in self._subject.model.modules())

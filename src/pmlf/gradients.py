@@ -178,7 +178,7 @@ class ParameterGradient:
         """out = sum_i scale_i * gradient_i, or out += it; then forget the gradients, to make room."""
         total = self._total
         if self._held is not None:
-            total = scale.to(self._held.dtype) @ self._held
+            total = scale.to(self._held) @ self._held
         if total is not None:
             arranged = total.view(out.shape) if self._like is None else self._like.arranged(total, out.shape)
             out.add_(arranged) if add else out.copy_(arranged)

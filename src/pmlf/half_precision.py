@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,21 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 loss.backward()
 """
 _CPU = Path("/proc/cpuinfo")
+_NOTHING = nullcontext()
+
+
+def without_autocast() -> AbstractContextManager[object]:
+    """Arithmetic in the precision that tensors have, also where autocast is on around it."""
+    on = torch.is_autocast_enabled
+    return _disabled() if on("cpu") or on("cuda") or on("mps") else _NOTHING
 
 
 @contextmanager
-def without_autocast() -> Iterator[None]:
-    """Arithmetic in the precision that tensors have, also where autocast is on around it."""
-    kinds = [kind for kind in ("cpu", "cuda", "mps") if torch.is_autocast_enabled(kind)]
-    if not kinds:
-        yield
-        return
+def _disabled() -> Iterator[None]:
     with ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in ("cpu", "cuda", "mps"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pmlf.anatomy import Anatomy
 from pmlf.arguments import require_positive
 from pmlf.batches import batch_size, to_dtype, without
 from pmlf.capture import LossFunction, capture
@@ -174,10 +175,9 @@ def _in_double(subject: Subject, batch: Any, training: bool) -> _Measured:
 
 def _layer_costs(subject: Subject, batch: Any) -> tuple[LayerCost, ...]:
     """Time every layer's rule, norms and clipped sum, parameter by parameter."""
-    model, plan, samples = subject.model, subject.plan, batch_size(batch)
-    values = trained(model)
+    plan, samples, values = subject.plan, batch_size(batch), trained(subject.model)
     seconds = dict.fromkeys(plan.parameters, 0.0)
-    contributions = capture(model, plan, values, subject.loss_fn, batch, samples, 1.0)
+    contributions = capture(Anatomy(subject.model), plan, values, subject.loss_fn, batch, samples, 1.0)
     found = next(contributions, None)  # the passes through the model; the first rule's own time goes with them
     sums = SumBuffers().other_than(None, values)
     start = time.perf_counter()
@@ -190,7 +190,7 @@ def _layer_costs(subject: Subject, batch: Any) -> tuple[LayerCost, ...]:
         seconds[name] += now - start
         start, found = now, next(contributions, None)
     owners = {parameter: watched for watched in reversed(plan.watched) for parameter in watched.own.values()}
-    kinds = {layer: type(module).__name__ for layer, module in model.named_modules()}
+    kinds = {layer: type(module).__name__ for layer, module in subject.model.named_modules()}
     costs: dict[str, LayerCost] = {}
     for parameter in plan.parameters:
         owner = owners.get(parameter)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +28,7 @@ class NotTakenApart(ValueError):
         super().__init__(f'{reason}; or give gradients="one-by-one", which takes any model, one sample at a time')
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
+class Call(NamedTuple):
     """One call of a layer in a forward pass, with the gradient that came back to its output."""
 
     name: str

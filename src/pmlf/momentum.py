@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pmlf import choice
+from pmlf.anatomy import Anatomy
 from pmlf.arithmetic import squared_norms
 from pmlf.capture import LossFunction, capture
 from pmlf.factors import Factors
@@ -59,22 +60,21 @@ class SampleMomentum:
         self._touched: set[str] = set()
 
     def add_point(
-        self, model: nn.Module, values: Mapping[str, Tensor], loss_fn: LossFunction, batch: Any, weight: float
+        self, anatomy: Anatomy, values: Mapping[str, Tensor], loss_fn: LossFunction, batch: Any, weight: float
     ) -> None:
         """v += weight * gradient at `values`."""
-        for name, contribution in capture(model, self._plan, values, loss_fn, batch, self._samples, weight):
+        for name, contribution in capture(anatomy, self._plan, values, loss_fn, batch, self._samples, weight):
             self.add(name, contribution)
 
-    @without_autocast()
     def add(self, name: str, contribution: Contribution) -> None:
         """v of parameter `name` += contribution."""
-        if isinstance(contribution, Factors):
-            self._gradients[name].add(contribution, self._points)
-        else:
-            self._gradients[name].add_formed(contribution)
+        with without_autocast():
+            if isinstance(contribution, Factors):
+                self._gradients[name].add(contribution, self._points)
+            else:
+                self._gradients[name].add_formed(contribution)
         self._touched.add(name)
 
-    @without_autocast()
     def write_clipped_sum(
         self, clip_norm: float, clipping: Clipping, before: Mapping[str, Tensor] | None, into: Mapping[str, Tensor]
     ) -> Tensor:
@@ -85,6 +85,22 @@ class SampleMomentum:
 
         Returns |v| of every sample over all trainable parameters, never understated; not finite where v is not.
         """
+        with without_autocast():
+            norms, scale, refused = self._clipped(clip_norm, clipping)
+            for name, gradient in self._gradients.items():
+                out = into[name]
+                if before is not None:
+                    out.copy_(before[name])
+                elif name not in self._touched:
+                    out.zero_()
+                if name in self._touched:
+                    if refused is not None:
+                        gradient.without(refused)
+                    gradient.write_clipped_sum(scale, out, add=before is not None)
+        return norms
+
+    def _clipped(self, clip_norm: float, clipping: Clipping) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(norms, factors, refused) of all samples. Gradients that are formed late are summed on the way."""
         late, step = choice.held_late(
             {name: gradient.factors for name, gradient in self._gradients.items() if gradient.factors}, self._samples
         )
@@ -122,17 +138,7 @@ class SampleMomentum:
         if len(scales) > 1:
             scale = torch.cat(scales)
             refused = None if bool(scale.all()) else scale == 0.0
-        for name, gradient in self._gradients.items():
-            out = into[name]
-            if before is not None:
-                out.copy_(before[name])
-            elif name not in self._touched:
-                out.zero_()
-            if name in self._touched:
-                if refused is not None:
-                    gradient.without(refused)
-                gradient.write_clipped_sum(scale.to(out.device), out, add=before is not None)
-        return norms
+        return norms, scale, refused
 
     def _add_alone(
         self, sample: int, names: Sequence[str], rest: Sequence[Tensor], clip_norm: float, clipping: Clipping

@@ -28,10 +28,9 @@ def factored_norms(uses: Sequence[Factors], roots: Roots) -> tuple[Tensor, Tenso
     """(norm^2, slack) of every sample, float64. A single token needs no slack."""
     first, tokens = uses[0], sum(use.tokens for use in uses)
     if len(uses) == 1 and first.single:  # |left|^2 |right|^2
-        left, right = first.sides(slice(0, first.samples))
-        squared = squared_norms(right.flatten(1))
-        if left.is_floating_point():
-            squared *= squared_norms(left.flatten(1))
+        squared, *others = map(squared_norms, first.vectors())
+        for other in others:
+            squared *= other
         return squared, None
     way = choice.way_to_norms(uses)
     if way == "root":

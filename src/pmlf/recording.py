@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from pmlf.anatomy import Anatomy
 from pmlf.arithmetic import full_precision
 from pmlf.layers import NotTakenApart, Statistics
 from pmlf.plan import Plan, Watched
@@ -114,11 +115,11 @@ class Recorder:
 
 
 @contextmanager
-def hooked(model: nn.Module, plan: Plan, recorder: Recorder) -> Iterator[None]:
+def hooked(anatomy: Anatomy, plan: Plan, recorder: Recorder) -> Iterator[None]:
     handles = []
     try:
         for watched in plan.watched:
-            module = model.get_submodule(watched.name)
+            module = anatomy.modules[watched.name]
             # First in line: a user's own hook may change the output, and its factor belongs to the gradient.
             handles.append(module.register_forward_hook(recorder.hook(watched), with_kwargs=True, prepend=True))
         yield

@@ -7,13 +7,14 @@ release (public from the noise on): sum -> + noise -> / B -> filter -> p.grad
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pmlf.anatomy import Anatomy
 from pmlf.arguments import is_number, require_positive
 from pmlf.augmentation import Augmentation
 from pmlf.batches import batch_size, select, to_device
@@ -180,21 +181,22 @@ class PrivateStep:
         `samples` numbers the samples for augmentation; by default they are counted through the logical batch.
         """
         self._refuse_torn()
-        named, iterate = self._unchanged()
+        anatomy = Anatomy(self.model)
+        named, iterate = self._unchanged(anatomy)
         size = batch_size(micro_batch)
-        micro_batch = to_device(micro_batch, _device(named))
+        micro_batch = to_device(micro_batch, named[self._plan.parameters[0]].device)
         pending = self._pending or _Pending(fingerprint=iterate)
         if size == 0:
             self._pending = pending
             return
         if samples is None and self.augmentation is not None:
             samples = torch.arange(pending.samples, pending.samples + size)
-        self._first_look.at(micro_batch, size)
+        self._first_look.at(micro_batch, size, anatomy.modes)
         sums, before = self._sums.other_than(pending.sums, named), pending.sums
         for part in self._plan.passes(size):
             few = micro_batch if part == slice(0, size) else select(micro_batch, part)
             numbers = None if samples is None else samples[part]
-            momentum = self._momentum(named, few, part, numbers, pending.micro_batches)
+            momentum = self._momentum(anatomy, few, part, numbers, pending.micro_batches)
             momentum.write_clipped_sum(self.clip_norm, self.clipping, before, sums)
             before = sums
         self._pending = _Pending(
@@ -207,7 +209,8 @@ class PrivateStep:
     def release(self) -> None:
         """Add noise, divide by the expected batch size, filter, and leave the result in `p.grad`; forget the sum."""
         self._refuse_torn()
-        named, _ = self._unchanged()
+        anatomy = Anatomy(self.model)
+        named, _ = self._unchanged(anatomy)
         parameters = list(named.values())
         sums = None if self._pending is None else self._pending.sums
         self._torn = True
@@ -226,7 +229,7 @@ class PrivateStep:
         ]
         self._history.remember(parameters)
         filtered = self._filter.apply(values, scale=1 / self.expected_batch_size)
-        for parameter in self.model.parameters():
+        for parameter in anatomy.parameters.values():
             parameter.grad = None  # also of frozen ones: what an optimizer finds there was never made private
         for parameter, value in zip(parameters, filtered, strict=True):
             parameter.grad = value.to(parameter.dtype)
@@ -274,17 +277,18 @@ class PrivateStep:
         return vars(self)
 
     def _momentum(
-        self, named: Mapping[str, Tensor], batch: Any, part: slice, samples: Tensor | None, micro_batch: int
+        self, anatomy: Anatomy, batch: Any, part: slice, samples: Tensor | None, micro_batch: int
     ) -> SampleMomentum:
         """v of every sample in a part of a micro-batch: gradients at the points, weighted and added."""
-        points, parameters = self.method.points.at(self._releases), list(named.values())
+        points, names = self.method.points.at(self._releases), self._plan.parameters
+        parameters = [anatomy.parameters[name] for name in names]
         momentum = SampleMomentum(self._plan, part.stop - part.start, len(points), self._workspace)
         views = self._views(batch, samples, len(points))
         for index, (point, view) in enumerate(zip(points, views, strict=True)):
-            values = dict(zip(named, self._history.evaluate(point, parameters), strict=True))
+            values = dict(zip(names, self._history.evaluate(point, parameters), strict=True))
             seed = self.randomness.seed_for("dropout", self._releases, micro_batch, part.start, index)
-            with torch_seeded(seed, _device(named)):
-                momentum.add_point(self.model, values, self.loss_fn, view, point.weight)
+            with torch_seeded(seed, parameters[0].device):
+                momentum.add_point(anatomy, values, self.loss_fn, view, point.weight)
         return momentum
 
     def _views(self, batch: Any, samples: Tensor | None, points: int) -> Sequence[Any]:
@@ -315,18 +319,17 @@ class PrivateStep:
                 "a release was interrupted halfway: go back to a saved state (load_state_dict) or build a new step"
             )
 
-    def _unchanged(self) -> tuple[dict[str, nn.Parameter], Fingerprint]:
+    def _unchanged(self, anatomy: Anatomy) -> tuple[dict[str, nn.Parameter], Fingerprint]:
         """The trainable parameters by name, and the fingerprint of all; refused if they are others than at the start,
         or than the pending sum's."""
-        parameters = dict(self.model.named_parameters())
-        named = {name: p for name, p in parameters.items() if p.requires_grad}
+        named = {name: p for name, p in anatomy.parameters.items() if p.requires_grad}
         if tuple(named) != self._plan.parameters:
             changed = sorted(set(named) ^ set(self._plan.parameters))
             raise RuntimeError(
                 f"the set of trainable parameters changed since the step was built ({', '.join(changed)}): "
                 "build a new PrivateStep"
             )
-        iterate = fingerprint(parameters.values())
+        iterate = fingerprint(anatomy.parameters.values())
         if self._pending is not None and self._pending.fingerprint != iterate:
             raise RuntimeError(
                 "parameters changed between accumulate and release, so the pending sum is of another iterate: "
@@ -349,15 +352,10 @@ class _Mechanism:
     secure_noise: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pending:
+class _Pending(NamedTuple):
     """The sum of a logical batch so far. Replaced as a whole, so that an interrupted accumulate changes nothing."""
 
     fingerprint: Fingerprint
     sums: dict[str, Tensor] | None = None
     samples: int = 0
     micro_batches: int = 0
-
-
-def _device(named: Mapping[str, Tensor]) -> torch.device:
-    return next(iter(named.values())).device

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from pmlf.anatomy import Anatomy
 from pmlf.batches import batch_size, first_repeated, same_batches, select, tensors_of, to_device, to_dtype
 from pmlf.capture import capture
 from pmlf.comparison import (
@@ -191,8 +192,8 @@ def check_losses(subject: Subject, batch: Any) -> None:
 
     for training in modes_to_check(subject, batch):
         with undisturbed(subject.model, training=training):
-            model, values, samples = subject.model, trained(subject.model), batch_size(batch)
-            for _ in capture(model, subject.plan, values, subject.loss_fn, batch, samples, 1.0, whose="all"):
+            anatomy, values, samples = Anatomy(subject.model), trained(subject.model), batch_size(batch)
+            for _ in capture(anatomy, subject.plan, values, subject.loss_fn, batch, samples, 1.0, whose="all"):
                 pass
         few = to_dtype(select(batch, slice(0, _IN_DOUBLE)), torch.float64)
         exact = _in_double(subject, few, training)

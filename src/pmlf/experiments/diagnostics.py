@@ -17,6 +17,7 @@ from scipy.signal import lfilter
 from torch import Tensor
 
 from pmlf import theory
+from pmlf.anatomy import Anatomy
 from pmlf.batches import to_device
 from pmlf.experiments.results import SENSITIVE_NOTE
 from pmlf.experiments.spec import RunSpec, flag
@@ -152,7 +153,7 @@ class Probe:
         for point in points:
             values = self._history.evaluate(point, step.trained)
             named = dict(zip(self._plan.parameters, values, strict=True))
-            momentum.add_point(step.model, named, self._losses, self._batch, point.weight)
+            momentum.add_point(Anatomy(step.model), named, self._losses, self._batch, point.weight)
         sums = {name: torch.zeros_like(p) for name, p in zip(self._plan.parameters, step.trained, strict=True)}
         norms = momentum.write_clipped_sum(step.clip_norm, step.clipping, None, sums)
         return self._sketch.of([sums[name] for name in self._plan.parameters]) / self._count, norms
