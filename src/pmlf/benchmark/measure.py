@@ -47,7 +47,7 @@ class Conditions:
 
     threads: int
     clock: Clock = "wall"
-    freed_memory: FreedMemory = "kept"
+    freed_memory: FreedMemory = "returned"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ class Settings:
     batch_scale: float = 1.0
     threads: int | None = None
     clock: Clock = "wall"
-    freed_memory: FreedMemory = "kept"
+    freed_memory: FreedMemory = "returned"
 
     def resolved(self) -> Settings:
         """The same, checked, nothing left to a default."""

@@ -40,9 +40,10 @@ class Bench(Command):
     clock: Literal["wall", "cpu"] = "wall"
     """wall, or on a machine that is busy with other work cpu: processor time, with --threads 1."""
 
-    freed_memory: Literal["kept", "returned"] = "kept"
-    """kept: what a step frees stays with its process for the next one, as in `pmlf train`; so for every contender.
-    returned: as malloc does by itself, large pieces go back to the system and are fetched anew in every step."""
+    freed_memory: Literal["kept", "returned"] = "returned"
+    """returned: as malloc does by itself, large pieces go back to the system and are fetched anew in every step: how
+    each library comes, and where the targets were set. kept: what a step frees stays with its process for the next
+    one, as in `pmlf train`; so for every contender."""
 
     growth: bool = False
     """Instead: how time and memory of pmlf grow with k, micro-batch, width and sequence length of a transformer."""
