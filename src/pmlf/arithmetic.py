@@ -49,8 +49,8 @@ def wide_dtype(tensor: Any) -> torch.dtype:
 def add_product(left: Tensor, right: Tensor, out: Tensor, *, add: bool) -> None:
     """out = left^T right, or out += it, of (tokens, rows) and (tokens, cols).
 
-    BLAS shares a product out among threads by its rows or columns. Where one side has but a few (a classifier's head),
-    it is a third faster to give every thread some of the tokens, with the narrow side first.
+    Where one side has but a few numbers a token (a classifier's head), it is faster to give every thread some of the
+    tokens, with the narrow side first, than to leave it to BLAS how a product is shared out.
     """
     rows, cols = out.shape
     tokens, threads = len(left), torch.get_num_threads()
