@@ -830,3 +830,29 @@ def test_samples_that_move_each_other_by_as_much_as_rounding_may_are_refused(aut
     with pytest.raises(ValueError, match="depends on the other samples of its batch"):
         stepped(Nudged(1e-2 if autocast else 3e-4), loss).accumulate((rows(8, 16),))
     stepped(Nudged(0.0), loss).accumulate((rows(8, 16),))
+
+
+class _LateMemory(nn.Module):
+    """Once armed, its forward pass registers a buffer from the data, and then rewrites it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.armed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.armed and "memory" in self._buffers:
+            self.memory.copy_(2.0 * x.detach().mean(0))
+        elif self.armed:
+            self.register_buffer("memory", x.detach().mean(0))
+        return self.linear(x)
+
+
+def test_a_buffer_registered_at_one_point_and_rewritten_at_the_next_is_refused_before_it_is_released() -> None:
+    model, batch = _LateMemory(), (torch.randn(4, 3),)
+    step = stepped(model, method=methods.dp_pmlf(k=2))
+    step.accumulate(batch)
+    step.release()
+    model.armed = True
+    with pytest.raises(ValueError, match="rewritten by the forward pass"):
+        step.accumulate(batch)

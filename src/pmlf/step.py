@@ -287,6 +287,8 @@ class PrivateStep:
         for index, (point, view) in enumerate(zip(points, views, strict=True)):
             values = dict(zip(names, self._history.evaluate(point, parameters), strict=True))
             seed = self.randomness.seed_for("dropout", self._releases, micro_batch, part.start, index)
+            if index or part.start:  # what the pass before this one has registered is looked at in this one
+                anatomy = Anatomy(self.model)
             with torch_seeded(seed, parameters[0].device):
                 momentum.add_point(anatomy, values, self.loss_fn, view, point.weight)
         return momentum
