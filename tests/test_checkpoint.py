@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
+import stat
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,16 @@ def test_a_state_comes_back_bit_by_bit(tmp_path: Path) -> None:
     assert equal(STATE, loaded)
     assert isinstance(loaded["milestones"], Counter)
     assert loaded["tensors"][5].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_checkpoint_is_for_the_user_alone(tmp_path: Path) -> None:
+    (tmp_path / "c").touch(0o644)  # as one that a copy has left
+    before = os.umask(0)
+    try:
+        checkpoint.save(tmp_path / "c", STATE)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "c").stat().st_mode) == 0o600
 
 
 def test_tied_tensors_are_saved_each(tmp_path: Path) -> None:

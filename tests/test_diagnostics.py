@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +31,22 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def document(folder: Path) -> dict[str, dict[str, float]]:
     return json.loads((folder / "diagnostics.json").read_text())
+
+
+def test_what_shows_them_is_for_the_user_alone(measured: Path, tmp_path: Path) -> None:
+    page, markdown = tmp_path / "page.html", tmp_path / "page.md"
+    page.touch(0o644)
+    arguments = ["report", str(measured), "--out", str(page), "--markdown", str(markdown)]
+    before = os.umask(0)
+    try:
+        assert cli.main(arguments) == 0
+    finally:
+        os.umask(before)
+    for path in (measured / "diagnostics.json", page, markdown):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    page.unlink()
+    page.symlink_to(tmp_path / "elsewhere")
+    assert cli.main(arguments) == 2 and not (tmp_path / "elsewhere").exists()
 
 
 def test_the_run_is_the_same_with_them_and_the_certificate_names_them(measured: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import random
 import resource
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -233,3 +234,140 @@ def test_a_line_with_a_right_digest_and_wrong_numbers_is_refused(tmp_path: Path)
         (tmp_path / "l").write_bytes(forged(wrong) + b'{"step": 0} x\n')
         with pytest.raises(ValueError, match="line 2 of the ledger"):
             ledger.read(tmp_path / "l")
+
+
+def _deleted(path: Path) -> None:
+    path.unlink()
+
+
+def _replaced_by_an_empty_one(path: Path) -> None:
+    path.unlink()
+    path.touch()
+
+
+def _replaced_by_a_copy(path: Path) -> None:
+    content = path.read_bytes()
+    path.rename(path.with_name("moved"))
+    path.write_bytes(content)
+
+
+def _folder_renamed(path: Path) -> None:
+    path.parent.rename(path.parent.with_name("elsewhere"))
+
+
+def _truncated(path: Path) -> None:
+    os.truncate(path, path.read_bytes().find(b"\n") + 1)
+
+
+def _appended_to(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b" ")
+
+
+def _restored_from_an_older_copy_of_its_length(path: Path) -> None:
+    with path.open("r+b") as file:  # the same file, other content
+        file.seek(-3, os.SEEK_END)
+        file.write(b"00\n")
+
+
+def _link_led_elsewhere(path: Path) -> None:
+    """The path is a symbolic link in this test, and only in this one."""
+    target = path.with_name("another")
+    target.touch()
+    path.unlink()
+    path.symlink_to(target)
+
+
+REPLACEMENTS = [
+    _deleted,
+    _replaced_by_an_empty_one,
+    _replaced_by_a_copy,
+    _folder_renamed,
+    _truncated,
+    _appended_to,
+    _restored_from_an_older_copy_of_its_length,
+    _link_led_elsewhere,
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    path = tmp_path / "folder" / "ledger"
+    path.parent.mkdir()
+    if "link" in request.node.name:
+        (path.parent / "file").touch()
+        path.symlink_to(path.parent / "file")
+    return path
+
+
+@pytest.mark.parametrize("replace_it", REPLACEMENTS)
+def test_a_ledger_deleted_replaced_or_changed_in_mid_run_is_refused(
+    place: Path, replace_it: Callable[[Path], None]
+) -> None:
+    with Ledger(place, dataset="patients", run="fresh") as book:
+        book.spend(FRESH, step=0)
+        replace_it(place)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"moved or replaced|changed by somebody else|open it again"):
+                book.spend(FRESH, step=1)
+
+
+@pytest.mark.parametrize("replace_it", REPLACEMENTS)
+def test_a_ledger_replaced_while_an_event_is_written_is_refused(
+    place: Path, replace_it: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Ledger(place, dataset="patients", run="fresh") as book:
+        book.spend(FRESH, step=0)
+        fsync = os.fsync
+        monkeypatch.setattr(ledger.os, "fsync", lambda descriptor: (fsync(descriptor), replace_it(place)))
+        with pytest.raises(RuntimeError, match=r"deleted, moved or replaced|changed by somebody else"):
+            book.spend(FRESH, step=1)
+
+
+def test_a_ledger_put_back_in_its_place_is_gone_on_with(place: Path) -> None:
+    with Ledger(place, dataset="patients", run="fresh") as book:
+        book.spend(FRESH, step=0)
+        place.rename(place.with_name("moved"))
+        with pytest.raises(RuntimeError, match="put the file back in its place"):
+            book.spend(FRESH, step=1)
+        place.with_name("moved").rename(place)
+        book.spend(FRESH, step=1)
+    assert total(place) == 2
+
+
+def test_the_working_folder_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Ledger("ledger", dataset="patients", run="fresh") as book:
+        monkeypatch.chdir("/")
+        book.spend(FRESH, step=0)
+    assert total(tmp_path / "ledger") == 1
+
+
+def test_one_file_under_two_names_is_one_ledger(tmp_path: Path) -> None:
+    path = written(tmp_path / "ledger", (FRESH, [0]))
+    (tmp_path / "hard").hardlink_to(path)
+    (tmp_path / "soft").symlink_to(path)
+    with Ledger(tmp_path / "hard", dataset="patients") as book:
+        for other in ("ledger", "soft"):
+            with pytest.raises(ValueError, match="is in use by another run"):
+                Ledger(tmp_path / other, dataset="patients")
+        book.spend(FRESH, step=1)
+    assert total(tmp_path / "soft") == 2
+
+
+def test_what_keeps_no_events_is_no_ledger(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/null"), tmp_path / "pipe"):
+        with pytest.raises(ValueError, match="is not a regular file"):
+            Ledger(path, dataset="patients")
+
+
+def test_a_new_ledger_is_its_owners_alone_and_a_shared_one_stays_shared(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        path = written(tmp_path / "ledger", (FRESH, [0]))
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o660)
+    assert written(path, (FRESH, [1])).stat().st_mode & 0o777 == 0o660

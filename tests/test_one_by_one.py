@@ -1,4 +1,4 @@
-"""Samples in passes of their own: exact for models whose layers do not tell their samples apart."""
+"""Samples in passes of their own, or batches of one: exact for models whose layers do not tell their samples apart."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import pmlf
 from pmlf import PrivateStep, methods
+from pmlf.plan import GRADIENTS
 from reference import Reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
@@ -95,15 +96,18 @@ def pmlf_points(t: int) -> list[tuple[list[float], float]]:
     return [([1.0], 1.0)] if t == 0 else [([1.0], 1 / 1.1), ([0.0, 1.0], 0.1 / 1.1)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_what_the_layers_refuse_is_exact_one_by_one(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, way) for name in MODELS for way in ("vmap", "one-by-one") if (name, way) != ("GRU", "vmap")],
+)
+def test_what_the_layers_refuse_is_exact_as_batches_of_one(name: str, way: str) -> None:
     """Three steps of DP-PMLF (k = 2) against float64, one sample and one point at a time."""
     torch.manual_seed(1)
     model = MODELS[name]()
-    with pytest.raises(ValueError, match='or give gradients="one-by-one"'):
+    with pytest.raises(ValueError, match=r'or give gradients="vmap" .* or gradients="one-by-one"'):
         stepped(model, gradients="ghost").accumulate(batch())
     method = methods.dp_pmlf(k=2, beta=0.1, a=(-0.9,), b=(0.1,))
-    step = stepped(model, method=method)
+    step = stepped(model, method=method, gradients=way)
     reference = Reference(
         model, classify, points=pmlf_points, a=(-0.9,), b=(0.1,), corrected=True, clip_norm=0.5, expected_batch_size=4.0
     )
@@ -122,17 +126,31 @@ def test_what_the_layers_refuse_is_exact_one_by_one(name: str) -> None:
                 parameter.copy_(ours)
 
 
-def test_both_ways_agree_on_an_ordinary_model() -> None:
+def test_a_gru_without_a_state_is_refused_under_vmap() -> None:
+    """torch writes into a state of zeros in place; one made from the input (x.new_zeros) is taken."""
+    with pytest.raises(ValueError, match=r'found: Tensor = self.head.*gradients="one-by-one"'):
+        stepped(Recurrent(nn.GRU), gradients="vmap").accumulate(batch())
+
+    def with_state(model: Any, given: Any) -> Tensor:
+        x = given[0]
+        hidden = model.inner(x, x.new_zeros(2, len(x), WIDTH))[0]
+        return F.cross_entropy(model.head(hidden[:, -1]), given[1], reduction="none")
+
+    stepped(Recurrent(nn.GRU), with_state, gradients="vmap").accumulate(batch())
+
+
+def test_all_ways_agree_on_an_ordinary_model() -> None:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Flatten(), nn.Linear(TOKENS * WIDTH, 7), nn.Tanh(), nn.Linear(7, 3))
     found = []
-    for gradients in ("ghost", "one-by-one"):
+    for gradients in GRADIENTS:
         step = stepped(copy.deepcopy(model), gradients=gradients)
         step.accumulate(batch())
         step.release()
         found.append([parameter.grad for parameter in step.trained])
-    for one, other in zip(*found, strict=True):
+    for one, other, third in zip(*found, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-7)
+        assert torch.allclose(one, third, rtol=1e-4, atol=1e-7)
 
 
 def test_every_sample_has_a_dropout_of_its_own_and_a_seed_gives_it_again() -> None:
@@ -182,7 +200,7 @@ def test_a_pass_that_fails_leaves_the_pending_sum_as_it_was() -> None:
 def test_what_keeps_statistics_is_refused_as_ever() -> None:
     with pytest.raises(ValueError, match="BatchNorm1d"):
         stepped(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(TOKENS * WIDTH)))
-    with pytest.raises(ValueError, match="gradients='fast' is not known: give one of ghost, one-by-one"):
+    with pytest.raises(ValueError, match="gradients='fast' is not known: give one of ghost, vmap, one-by-one"):
         stepped(nn.Linear(2, 2), gradients="fast")
 
 

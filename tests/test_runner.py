@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,31 @@ def test_an_interrupted_run_keeps_what_was_released(tmp_path: Path) -> None:
     assert 0 < result.epsilon < certificate["epsilon_at_planned_steps"]["pld"]
     runner.run(quick(steps=2), tmp_path / "shorter")
     assert same(tmp_path / "run", tmp_path / "shorter")
+
+
+@pytest.mark.parametrize("stop", [None, 2])
+def test_only_what_is_released_can_be_read_by_others(stop: int | None, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        observer = None if stop is None else StopAt(stop, KeyboardInterrupt())
+        results = runner.compare([QUICK], tmp_path / "all", observer=observer, show_sensitive=True)
+    finally:
+        os.umask(before)
+    run = results[0].out
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700
+    readable = {path.name for path in (tmp_path / "all").rglob("*") if path.is_file() and path.stat().st_mode & 0o077}
+    assert readable - {"ledger.jsonl"} == {"certificate.html", "certificate.json", "model.safetensors"}
+    assert (run / "checkpoint.safetensors").exists() == (stop is not None)
+
+
+@pytest.mark.parametrize("name", ["spec.json", "ledger.jsonl", ".notes.partial", ".spec.json.partial/notes"])
+def test_a_folder_that_no_run_has_left_is_not_removed(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine" / name
+    file.parent.mkdir(parents=True)
+    file.write_text('{"of": "somebody else"}')
+    with pytest.raises(ValueError, match="mine"):
+        runner.run(QUICK, tmp_path / "mine", resume=True)
+    assert file.read_text() == '{"of": "somebody else"}'
 
 
 def test_a_fault_after_a_release_leaves_its_account(tmp_path: Path) -> None:

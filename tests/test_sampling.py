@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from pmlf.noise import SecureRandomness, SeededRandomness
+from pmlf.noise import Randomness, SecureRandomness, SeededRandomness
 from pmlf.sampling import PoissonBatches
 
 
@@ -95,6 +97,35 @@ def test_draws_without_a_seed_differ_and_each_is_loaded_as_drawn(workers: int) -
                 assert torch.equal(numbers, labels)
                 seen.append(tuple(labels.tolist()))
     assert len(set(seen)) > len(seen) // 2
+
+
+@pytest.mark.parametrize("randomness", [SecureRandomness(), SeededRandomness(1)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_step_has_one_draw_however_often_it_is_asked_for(randomness: Randomness, workers: int) -> None:
+    """Draws that the loader has made ahead are of later steps, and stay theirs."""
+    batches = sampler(randomness=randomness, num_workers=workers)
+    for step in range(3):
+        found = []
+        for until in (step + 1, 9, 9):
+            issued = batches.batches(step, until)
+            found.append([int(i) for micro in next(issued) for i in micro[1]])
+        assert found[0] == found[1] == found[2]
+        batches.passed(step)
+
+
+def test_a_step_that_was_passed_draws_afresh_and_nothing_of_it_is_kept() -> None:
+    batches = sampler(randomness=SecureRandomness())
+    first, second = drawn(batches, 5), drawn(batches, 5)
+    assert all(one != other for one, other in zip(first, second, strict=True))
+    assert batches._drawn == {}
+
+
+def test_a_draw_is_neither_copied_nor_pickled() -> None:
+    batches = sampler()
+    for one_use in (batches, next(batches.batches(0, 1))):
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                copied(one_use)
 
 
 def test_loading_leaves_torchs_generator_alone() -> None:

@@ -126,9 +126,9 @@ def linear_loss(model: Any, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("way", ["held", "gram", "root"])
 @pytest.mark.parametrize("constant", [False, True])
-@pytest.mark.parametrize("left_over", [0.0, 1e-7, 1e-5, 1e-3, 1e-1])
-@pytest.mark.parametrize("size", [1.0, 1e3, 1e6])
-@pytest.mark.parametrize("method", ["dpsgd", "dp-pmlf-k2", "inner-outer-k8"])
+@pytest.mark.parametrize("left_over", [0.0, 1e-6, 1e-3, 1e-1])
+@pytest.mark.parametrize("size", [1.0, 1e6])
+@pytest.mark.parametrize("method", ["dpsgd", "inner-outer-k8"])
 def test_cancelling_tokens_move_the_sum_by_at_most_the_clip_norm(
     method: str, size: float, left_over: float, constant: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +160,9 @@ def test_cancelling_tokens_of_embedding_and_convolution_stay_within_the_clip_nor
 def test_clipping_each_point_with_unit_weights_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public reference code's way: clip at every point, then add. A sample moves the sum by up to k*C."""
 
-    def clip_per_point(self: PrivateStep, anatomy: Anatomy, batch: Any, part: slice, samples: Any, place: Any) -> Any:
+    def clip_per_point(
+        self: PrivateStep, anatomy: Anatomy, batch: Any, part: slice, samples: Any, place: Any, rows: Any
+    ) -> Any:
         class PerPoint:
             def write_clipped_sum(_, clip_norm: float, clipping: Any, before: Any, into: Any) -> None:
                 for value in into.values():
@@ -168,7 +170,7 @@ def test_clipping_each_point_with_unit_weights_breaks_the_bound(monkeypatch: pyt
                 for point in self.method.points.at(self._releases):
                     values = dict(zip(self._plan.parameters, self._history.evaluate(point, self.trained), strict=True))
                     one = SampleMomentum(self._plan, part.stop - part.start, 1, gradients.Workspace())
-                    one.add_point(anatomy, values, self.loss_fn, batch, 1.0)
+                    one.add_point(anatomy, values, self.loss_fn, batch, 1.0, rows)
                     one.write_clipped_sum(clip_norm, clipping, into, into)
 
         return PerPoint()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import pmlf
 from pmlf import methods
+from pmlf.first_look import FirstLook
 from pmlf.training import PrivateRun
 
 
@@ -155,6 +159,90 @@ def test_a_batch_is_stepped_once_in_order_and_only_if_issued() -> None:
     list(read)
     with pytest.raises(ValueError, match="used already"):
         run.step(read)
+
+
+class Numbered(TensorDataset):
+    """Remembers which records were asked for."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self.asked: list[int] = []
+        self.broken: type[BaseException] | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        if self.broken is not None:
+            raise self.broken
+        return super().__getitem__(index)
+
+
+def asked_for(records: Numbered, action: Callable[[], object]) -> list[int]:
+    records.asked.clear()
+    action()
+    return list(records.asked)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_draw_cannot_be_drawn_again_until_a_wanted_record_is_in(seed: int | None, opened: bool) -> None:
+    """By asking for batches anew, after looking at the records or not, or by a round trip of the state."""
+    records = Numbered(*dataset().tensors)
+    run = private(dataset=records, batch_size=4, seed=seed)
+    for _ in range(3):
+        draws = set()
+        for trial in range(6):
+            batch = next(run.batches())
+            if opened:
+                draws.add(tuple(asked_for(records, lambda batch=batch: list(batch))))
+            if trial % 2:
+                run.load_state_dict(run.state_dict())
+        stepped = asked_for(records, lambda: run.step(next(run.batches())))
+        assert not draws or draws == {tuple(stepped)}
+
+
+def test_a_step_that_failed_is_taken_again_with_the_same_records_and_no_others() -> None:
+    """Whoever decides to try again can have seen which records made it fail."""
+    records = Numbered(*dataset().tensors)
+    run = private(dataset=records)
+    run.step(next(run.batches()))
+    before = []
+    for stop in (OSError, KeyboardInterrupt, OSError):
+        records.broken = stop
+        with pytest.raises(stop):
+            run.step(next(run.batches()))
+        before.append(records.asked[-1])
+    records.broken = None
+    stepped = asked_for(records, lambda: run.step(next(run.batches())))
+    assert run.steps_done == 2 and before == [stepped[0]] * 3
+    assert asked_for(records, lambda: run.step(next(run.batches()))) != stepped
+
+
+def test_a_run_is_neither_copied_nor_pickled_and_its_step_copies_with_the_model() -> None:
+    run = private()
+    for one_of_a_kind in (run, run.spending):
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                copied(one_of_a_kind)
+    model, step = copy.deepcopy((run.model, run.private_step))
+    assert step.model is model is not run.model
+
+
+@pytest.mark.parametrize("by", ["environment", "group"])
+def test_one_of_several_processes_is_refused_before_anything_is_drawn(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by == "environment":
+        monkeypatch.setenv("WORLD_SIZE", "4")
+    else:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr("pmlf.noise.os.urandom", lambda count: pytest.fail("something was drawn"))
+    with pytest.raises(ValueError, match="is called in one of 4 processes"):
+        private()
+
+
+def test_a_single_process_may_be_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert private().steps_done == 0
 
 
 def test_samples_that_the_sampler_did_not_draw_are_refused() -> None:
@@ -313,7 +401,7 @@ def test_noise_is_calibrated_to_the_run() -> None:
     ) == pytest.approx(3.0, rel=0.01)
 
 
-def test_samples_are_numbered_by_their_index_for_augmentation() -> None:
+def test_samples_are_numbered_by_their_index_for_augmentation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same record is augmented alike at one step, wherever it stands in the draw."""
     seen: dict[int, set[float]] = {}
 
@@ -322,10 +410,10 @@ def test_samples_are_numbered_by_their_index_for_augmentation() -> None:
             seen.setdefault(hash(row), set()).add(value)
         return batch
 
+    monkeypatch.setattr(FirstLook, "at", lambda self, batch, size, modes: "marked")  # it has uniforms of its own
     augmentation = pmlf.Augmentation(function=record, draws=1)
     for physical in (3, 50):
         run = private(seed=4, steps=1, max_physical_batch_size=physical, augmentation=augmentation)
-        run.private_step._first_look.put_aside()  # it has uniforms of its own
         finish(run)
     assert all(len(values) == 1 for values in seen.values()) and len(seen) > 10
     assert np.std([value for values in seen.values() for value in values]) > 0.1

@@ -1,6 +1,7 @@
-"""What training spends: T Poisson-subsampled Gaussian steps as (epsilon, delta), by dp-accounting.
+"""What training spends: T Poisson-subsampled Gaussian steps as (epsilon, delta).
 
-The adjacency is add or remove one record. Every number is an upper bound on what is spent.
+"pld" is the privacy loss distribution of `privacy_loss`, "rdp" the Renyi accountant of dp-accounting. The adjacency is
+add or remove one record. Every number is an upper bound on what is spent.
 """
 
 from __future__ import annotations
@@ -13,20 +14,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import dp_accounting
-import numpy as np
-from dp_accounting import pld, rdp
+from dp_accounting import rdp
 from scipy import optimize
 
+from pmlf import privacy_loss
 from pmlf.arguments import MOST, is_number
 
 ACCOUNTANTS = ("pld", "rdp")
 FILTER_ORDERS = (2.0, 2.5, 3.0, 4.0, 5.5, 8.0, 14.0, 32.0)  # fixed beforehand, as a filter's must be
 
-_CELLS_PER_DEVIATION = 10  # of one step's privacy loss: epsilon comes out at most about 0.1 % too large
-_COARSEST_CELL = 1e-3
-_MOST_CELLS = 2**18  # about five seconds; only sample rates below 1e-4 come near
-_TAIL = 10.0  # standard deviations of noise that dp-accounting's tables reach
-_SMALLEST_PLD_DELTA = 1e-10  # the rounding errors of its Fourier transforms add up to about 1e-12
+_SMALLEST_PLD_DELTA = 1e-10  # down to here "pld" is held against an independent computation
 _SMALLEST_PLD_NOISE = 0.01  # with less, epsilon is in the thousands, and the Renyi bound will do
 _LEAST_NOISE, _MOST_NOISE = 1e-8, 1e9
 _LEAST_EPSILON, _MOST_EPSILON = 1e-6, 1e6
@@ -82,11 +79,14 @@ def finest_epsilon(event: Event, *, steps: int, delta: float) -> float:
     """The lowest upper bound on `epsilon()` there is: by PLD with cells a quarter as wide, which takes longer."""
     check_mechanism(event.noise_multiplier, event.sample_rate, steps, "pld")
     _check_delta("delta", delta, "pld")
-    if steps == 0:
+    usual = _epsilon(float(event.noise_multiplier), float(event.sample_rate), int(steps), float(delta), "pld")
+    if usual == 0.0:
         return 0.0
-    z, rate = float(event.noise_multiplier), float(event.sample_rate)
-    with _quiet():
-        return float(_composed(z, rate, int(steps), "pld", 4 * _CELLS_PER_DEVIATION).get_epsilon(delta))
+    z, rate, count = _fewest_steps(float(event.noise_multiplier), float(event.sample_rate), int(steps))
+    if z < _SMALLEST_PLD_NOISE:
+        return usual
+    finer = privacy_loss.epsilon(z, rate, count, float(delta), cells=4 * privacy_loss.CELLS_PER_DEVIATION)
+    return min(usual, finer)
 
 
 def affordable_steps(
@@ -111,7 +111,7 @@ def affordable_steps(
 
 
 def delta(*, noise_multiplier: float, sample_rate: float, steps: int, epsilon: float, accountant: str = "pld") -> float:
-    """delta at a given epsilon for the releases of `epsilon()`, an upper bound too; "pld" resolves 1e-10 at best.
+    """delta at a given epsilon for the releases of `epsilon()`, an upper bound too; "pld" says 1e-10 or more.
 
     >>> delta(noise_multiplier=1.0, sample_rate=1 / 60, steps=1500, epsilon=3.93) <= 1e-5
     True
@@ -121,11 +121,13 @@ def delta(*, noise_multiplier: float, sample_rate: float, steps: int, epsilon: f
         raise ValueError(f"epsilon={epsilon} is no privacy loss: give a finite number of at least 0.")
     if steps == 0:
         return 0.0
+    z, rate, count = _fewest_steps(float(noise_multiplier), float(sample_rate), int(steps))
+    at = min(float(epsilon), _MOST_EPSILON)
+    if accountant == "pld" and z >= _SMALLEST_PLD_NOISE:
+        return max(privacy_loss.delta(z, rate, count, at), _SMALLEST_PLD_DELTA)
     with _quiet():
-        spent = _composed(float(noise_multiplier), float(sample_rate), int(steps), accountant).get_delta(
-            min(epsilon, _MOST_EPSILON)
-        )
-    return min(max(float(spent), _SMALLEST_PLD_DELTA if accountant == "pld" else 0.0), 1.0)
+        spent = float(_renyi(z, rate, count).get_delta(at))
+    return min(max(spent, _SMALLEST_PLD_DELTA if accountant == "pld" else 0.0), 1.0)
 
 
 def noise_multiplier(
@@ -197,8 +199,18 @@ def _filter_epsilon(events: _PlainEvents, delta: float) -> float:
 def _epsilon(z: float, rate: float, steps: int, delta: float, accountant: str) -> float:
     if steps == 0:
         return 0.0
+    z, rate, steps = _fewest_steps(z, rate, steps)
+    if accountant == "pld" and z >= _SMALLEST_PLD_NOISE:
+        found = privacy_loss.epsilon(z, rate, steps, delta)
+        if math.isfinite(found):
+            return found
     with _quiet():
-        return float(_composed(z, rate, steps, accountant).get_epsilon(delta))
+        return float(_renyi(z, rate, steps).get_epsilon(delta))
+
+
+def _fewest_steps(z: float, rate: float, steps: int) -> tuple[float, float, int]:
+    """T Gaussians of full batches are one Gaussian with sqrt(T) times less noise, exactly."""
+    return (z / math.sqrt(steps), 1.0, 1) if rate >= _ALL else (z, rate, steps)
 
 
 @lru_cache(maxsize=256)
@@ -235,31 +247,10 @@ def _bracket(excess: Callable[[float], float], guess: float, target: str) -> tup
     )
 
 
-def _composed(
-    z: float, rate: float, steps: int, accountant: str, cells: int = _CELLS_PER_DEVIATION
-) -> dp_accounting.PrivacyAccountant:
-    """The accountant after `steps` Poisson-subsampled Gaussian events."""
-    if rate >= _ALL:  # T Gaussians are one Gaussian with sqrt(T) times less noise, exactly
-        z, rate, steps = z / math.sqrt(steps), 1.0, 1
+def _renyi(z: float, rate: float, steps: int) -> rdp.RdpAccountant:
+    """dp-accounting's accountant after `steps` Poisson-subsampled Gaussian events."""
     step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(z))
-    spent: dp_accounting.PrivacyAccountant
-    if accountant == "pld" and z >= _SMALLEST_PLD_NOISE:
-        spent = pld.PLDAccountant(value_discretization_interval=_cell(z, rate, steps, cells))
-    else:
-        spent = rdp.RdpAccountant()
-    return spent.compose(dp_accounting.SelfComposedDpEvent(step, steps))
-
-
-def _cell(z: float, rate: float, steps: int, cells: int) -> float:
-    """Width of a cell of the privacy loss distribution: so many to the deviation of one step's loss, usually ten.
-
-    A cell as wide as that deviation (dp-accounting's usual 1e-4 at a sample rate of 1e-4, say) makes every
-    step look lossier than it is; a far finer one takes minutes and loses digits.
-    """
-    deviation = min(rate * math.sqrt(math.expm1(min(1 / z**2, 500.0))), 1 / z)
-    one_step = float(np.logaddexp(0, math.log(rate) + _TAIL / z + 1 / (2 * z**2)))  # log(1 + q e^{largest loss})
-    all_steps = 2 * _TAIL * deviation * math.sqrt(steps)
-    return max(min(deviation / cells, _COARSEST_CELL), max(one_step, all_steps) / _MOST_CELLS)
+    return rdp.RdpAccountant().compose(dp_accounting.SelfComposedDpEvent(step, steps))
 
 
 @contextmanager
@@ -301,6 +292,6 @@ def _check_delta(name: str, value: float, accountant: str) -> None:
         raise ValueError(f"{name}={value} is outside (0, 1): give a probability such as 1e-5.")
     if accountant == "pld" and value < _SMALLEST_PLD_DELTA:
         raise ValueError(
-            f"{name}={value} is below {_SMALLEST_PLD_DELTA}, where rounding spoils the accountant 'pld': "
-            "give a larger one or accountant='rdp'."
+            f"{name}={value} is below {_SMALLEST_PLD_DELTA}, down to which the accountant 'pld' is "
+            "verified: give a larger one or accountant='rdp'."
         )

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pmlf.batches import joined, select
+
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
@@ -21,6 +23,11 @@ class Augmentation:
     function: Callable[[Any, Tensor], Any]
     draws: int
     per_point: bool = False
+
+    def apart(self, batch: Any, uniforms: Tensor) -> Any:
+        """The batch with each sample changed by itself, as a batch of one."""
+        one = (slice(index, index + 1) for index in range(len(uniforms)))
+        return joined([self.function(select(batch, chosen), uniforms[chosen]) for chosen in one])
 
 
 def shifted_crops(padding: int, *, flip: bool, per_point: bool = False) -> Augmentation:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,22 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, Mapping):
         for value in batch.values():
             yield from tensors_of(value)
+
+
+def untensored(batch: Any) -> Iterator[Any]:
+    """Every value in a batch that is neither a tensor nor None.
+
+    >>> list(untensored({"x": torch.zeros(2), "names": ["a", "b"], "weight": None}))
+    ['a', 'b']
+    """
+    if isinstance(batch, (tuple, list)):
+        for value in batch:
+            yield from untensored(value)
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from untensored(value)
+    elif batch is not None and not isinstance(batch, Tensor):
+        yield batch
 
 
 def batch_size(batch: Any) -> int:
@@ -43,11 +60,42 @@ def batch_size(batch: Any) -> int:
             f"the batch's tensors, with {axes} axes, have different lengths: axis 0 of every one must count samples; "
             "keep what is not per sample out of the batch"
         )
+    for value in whole_values(batch):
+        raise ValueError(
+            f"the batch holds a {type(value).__name__} that is one for all samples, and may follow from them: keep it "
+            "out of the batch, or make it a tensor whose axis 0 counts samples"
+        )
     if any(tensor.layout != torch.strided or tensor.device.type == "meta" for tensor in tensors):
         raise ValueError("the batch holds a sparse tensor, or one without values (meta): give dense tensors")
     size = sizes.pop()
     assert size is not None
     return size
+
+
+def whole_values(batch: Any) -> Iterator[Any]:
+    """Numbers, truth values and texts in a batch that are one for all samples; lists hold one value a sample."""
+    if isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from whole_values(value)
+    elif isinstance(batch, (tuple, list)) and next(tensors_of(batch), None) is not None:
+        for value in batch:
+            yield from whole_values(value)
+    elif isinstance(batch, (bool, int, float, complex, str, bytes, np.generic)):
+        yield batch
+
+
+Signature = tuple[Any, ...]
+
+
+def signature(batch: Any) -> Signature:
+    """The form of a batch: containers and keys, and tensors' shapes and dtypes without the number of samples."""
+    if isinstance(batch, Tensor):
+        return tuple(batch.shape[1:]), batch.dtype
+    if isinstance(batch, Mapping):
+        return type(batch).__name__, *((key, signature(value)) for key, value in batch.items())
+    if isinstance(batch, (tuple, list)) and next(tensors_of(batch), None) is not None:
+        return type(batch).__name__, *map(signature, batch)
+    return (type(batch).__name__,)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -70,6 +118,37 @@ def same_batches(one: Any, other: Any) -> bool:
 def select(batch: Any, chosen: slice) -> Any:
     """Some of a batch's samples, as a batch of the same form; lists without tensors count as one value a sample."""
     return _mapped(batch, lambda tensor: tensor[chosen], lambda values: values[chosen])
+
+
+def picked(batch: Any, indices: Sequence[int]) -> Any:
+    """The samples with these numbers, in this order, as a batch of the same form.
+
+    >>> picked((torch.arange(3), ["a", "b", "c"]), [2, 2, 0])
+    (tensor([2, 2, 0]), ['c', 'c', 'a'])
+    """
+    numbers = torch.tensor(indices)
+    return _mapped(
+        batch, lambda tensor: tensor[numbers.to(tensor.device)], lambda values: type(values)(values[i] for i in indices)
+    )
+
+
+def refilled(batch: Any, tensors: Iterable[Tensor]) -> Any:
+    """A batch of the same form with other tensors in place of its own, in their order.
+
+    >>> refilled({"x": torch.zeros(2), "y": None}, [torch.ones(1)])
+    {'x': tensor([1.]), 'y': None}
+    """
+    given = iter(tensors)
+    return _mapped(batch, lambda _: next(given), lambda values: values)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """One batch of several of the same form; its values that are no tensors are the first one's.
+
+    >>> joined([(torch.zeros(1),), (torch.ones(2),)])
+    (tensor([0., 1., 1.]),)
+    """
+    return refilled(parts[0], [torch.cat(each) for each in zip(*map(tensors_of, parts), strict=True)])
 
 
 def without(batch: Any, index: int) -> Any:

@@ -9,6 +9,7 @@ parameters rewritten from the data; an input changed in place after a layer used
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,44 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from pmlf.anatomy import Anatomy
-from pmlf.batches import same_bits
 from pmlf.half_precision import without_autocast
 from pmlf.layers import Call, Contribution, NotTakenApart
 from pmlf.plan import Plan
-from pmlf.recording import Recorder, hooked, refuse_reentrant_checkpoint
+from pmlf.recording import Recorder, hooked, refuse_reentrant_checkpoint, refuse_rows_of_others
+from pmlf.swap import swapped
 from pmlf.vmapped import by_vmap
 
 LossFunction = Callable[[Any, Any], Any]
-
-
-@contextmanager
-def _swapped(anatomy: Anatomy, replacements: Mapping[int, Tensor]) -> Iterator[None]:
-    """The model with other tensors in place of its parameters and buffers, by their ids, wherever each is used."""
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    recurrent: list[nn.RNNBase] = []
-    try:
-        for module in anatomy.modules.values():
-            owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for tensors in owned:
-                if tensors:
-                    saved.append((tensors, dict(tensors)))
-                    for name, tensor in tensors.items():
-                        tensors[name] = replacements.get(id(tensor), tensor)
-            if isinstance(module, nn.RNNBase):
-                recurrent.append(module)
-                _renew_flat_weights(module)
-        yield
-    finally:
-        for tensors, before in saved:
-            tensors.clear()
-            tensors.update(before)
-        for module in recurrent:
-            _renew_flat_weights(module)
-
-
-def _renew_flat_weights(module: nn.RNNBase) -> None:
-    """LSTM and GRU keep their parameters in a list as well, and use that."""
-    module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+Rows = Literal["their own", "marked"]
 
 
 def capture(
@@ -67,53 +39,48 @@ def capture(
     samples: int,
     weight: float,
     *,
-    whose: Literal["folded", "all"] = "folded",
+    rows: Rows = "their own",
 ) -> Iterator[tuple[str, Contribution]]:
     """weight * (per-sample gradients of the loss at the parameters `values`), as (parameter, contribution) pairs.
 
-    Of a single sample where the plan is to take them one by one. It is made sure whose each row is for layers that get
-    several a sample, or for `all`.
+    Of a single sample where the plan is to take them one by one. `rows` of layers that are proven to be the samples'
+    own, in order, are taken as they are. Others are held to their owners: a second backward pass scales each sample's
+    loss by a mark of its own, and its rows must scale with it.
     """
-    assert samples == 1 or not plan.one_by_one
+    assert samples == 1 or plan.gradients == "ghost"
     leaves = {name: _leaf(plan, name, value, samples).requires_grad_() for name, value in values.items()}
     model, parameters, buffers = anatomy.model, anatomy.parameters, anatomy.buffers
-    copies = {name: buffer.clone() for name, buffer in buffers.items()}
-    frozen = {name: (p, p._version) for name, p in parameters.items() if not p.requires_grad}
+    versions = [(name, parameter, parameter._version) for name, parameter in parameters.items()]
     replacements = {id(parameters[name]): leaf for name, leaf in leaves.items()}
-    replacements |= {id(buffers[name]): copy for name, copy in copies.items()}
+    replacements |= {id(buffer): buffer.clone() for buffer in buffers.values()}
     recorder = Recorder(samples)
-    with hooked(anatomy, plan, recorder), _no_autocast_cache(), _swapped(anatomy, replacements):
+    with hooked(anatomy, plan, recorder), no_autocast_cache(), swapped(anatomy, replacements) as swap:
         loss = per_sample_loss(_called(loss_fn, model, batch, plan), samples)
         recorder.recording = False
         if recorder.without_grad:
             refuse_reentrant_checkpoint(loss, recorder.without_grad)
-        bare = sorted(leaves if plan.one_by_one else plan.expanded)
+        bare = sorted(leaves if plan.gradients == "one-by-one" else plan.expanded)
         wanted: list[Any] = [*recorder.edges, *(leaves[name] for name in bare)]
         if not wanted:
             raise ValueError(
                 f"no layer with trained parameters ran, and {plan.parameters[0]!r}, for example, was used in another "
                 "way: keep parameters in the module whose forward uses them"
             )
-        looked_at = [
-            i for i, seen in enumerate(recorder.seen) if samples > 1 and (whose == "all" or seen.shape[0] != samples)
-        ]
+        marking = rows == "marked" and samples > 1
         grads = torch.autograd.grad(
-            loss, wanted, torch.full_like(loss, weight), allow_unused=True, retain_graph=bool(looked_at)
+            loss, wanted, torch.full_like(loss, weight), allow_unused=True, retain_graph=marking
         )
-        if looked_at:
+        if marking:
             marks = _marks(loss)
-            marked = torch.autograd.grad(
-                loss, [recorder.edges[i] for i in looked_at], weight * marks, allow_unused=True
-            )
-            for index, rows in zip(looked_at, marked, strict=True):
-                recorder.refuse_rows_of_others(index, grads[index], rows, marks)
-            del marked
-        now = dict(model.named_buffers()) if copies else {}
-        rewritten = [n for n, copy in copies.items() if now.get(n) is not copy or not same_bits(copy, buffers[n])]
+            names = [*(seen.described for seen in recorder.seen), *(f"parameter {name!r}" for name in bare)]
+            for name, grad, marked in zip(
+                names, grads, torch.autograd.grad(loss, wanted, weight * marks, allow_unused=True), strict=True
+            ):
+                refuse_rows_of_others(name, grad, marked, marks)
+            del grad, marked
     del loss, wanted
-    rewritten += [name for name, (parameter, version) in frozen.items() if parameter._version != version]
-    if rewritten:
-        raise rewritten_by_forward(rewritten[0])
+    swap.written += [name for name, parameter, version in versions if parameter._version != version]
+    swap.refuse_written()
     recorder.refuse_changed_inputs()
 
     of_bare = dict(zip(bare, grads[len(recorder.seen) :], strict=True))
@@ -145,12 +112,14 @@ def capture(
             yield own[local], found.pop(local)
     for name, grad in of_bare.items():
         if grad is not None:
-            yield name, grad.unsqueeze(0) if plan.one_by_one else grad
+            yield name, grad.unsqueeze(0) if plan.gradients == "one-by-one" else grad
 
 
 def _marks(loss: Tensor) -> Tensor:
-    """A power of two for every sample, another one than its neighbours': scaling by it rounds nothing."""
-    return 0.5 ** (torch.arange(len(loss), device=loss.device) % 7).to(loss)
+    """A power of two for every sample, drawn anew each time: scaling by it rounds nothing, and two samples' are alike
+    once in 24 times."""
+    drawn = torch.tensor(list(os.urandom(len(loss))), dtype=torch.float64)
+    return (0.5 ** (drawn % 24)).to(loss)
 
 
 def _called(loss_fn: LossFunction, model: nn.Module, batch: Any, plan: Plan) -> Any:
@@ -165,13 +134,6 @@ def _called(loss_fn: LossFunction, model: nn.Module, batch: Any, plan: Plan) -> 
         ) from error
 
 
-def rewritten_by_forward(name: str) -> ValueError:
-    return ValueError(
-        f"{name!r}, a buffer or a frozen parameter, was rewritten by the forward pass: it would carry the data without "
-        "noise; remove what rewrites it (running statistics, counters) or put that module in eval mode"
-    )
-
-
 def _leaf(plan: Plan, name: str, value: Tensor, samples: int) -> Tensor:
     """A point's parameter as a leaf of its own graph."""
     if name in plan.expanded:
@@ -181,7 +143,7 @@ def _leaf(plan: Plan, name: str, value: Tensor, samples: int) -> Tensor:
     return value.detach()
 
 
-def per_sample_loss(result: Any, samples: int) -> Tensor:
+def per_sample_loss(result: Any, samples: int, *, differentiable: bool = True) -> Tensor:
     """The loss as one number a sample; several losses are added sample by sample."""
     parts = list(result.values()) if isinstance(result, Mapping) else result
     parts = list(parts) if isinstance(parts, (tuple, list)) else [parts]
@@ -205,7 +167,7 @@ def per_sample_loss(result: Any, samples: int) -> Tensor:
     if not parts:
         raise ValueError("loss_fn returned no loss: return a tensor with one loss a sample")
     loss: Tensor = sum(parts[1:], start=parts[0])
-    if not loss.requires_grad:
+    if differentiable and not loss.requires_grad:
         raise ValueError(
             "the loss does not depend on any trainable parameter: loss_fn must call the model it is given, with "
             "gradients on (no torch.no_grad)"
@@ -223,7 +185,7 @@ def _module_values(anatomy: Anatomy, module: nn.Module, values: Mapping[str, Ten
 
 
 @contextmanager
-def _no_autocast_cache() -> Iterator[None]:
+def no_autocast_cache() -> Iterator[None]:
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()

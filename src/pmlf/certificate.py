@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,20 +17,23 @@ from pmlf import accounting
 from pmlf.accounting import Event
 from pmlf.methods import Method
 from pmlf.spending import Spending
+from pmlf.statement import (
+    ADJACENCY,
+    CAPPED,
+    FILTER,
+    FORMAT,
+    MECHANISM,
+    NOT_ACCOUNTED_FOR,
+    PLD,
+    SAMPLER,
+    UNIT,
+    Contradiction,
+    Statement,
+)
 
-FORMAT = 1
 _ROUNDING = 1e-9  # relative: the last digits of other machines
 CHANGED = "its content and its digest disagree, so it was changed or damaged"
 UNBOUNDED = "it states no epsilon: how much was spent may follow from results, and no target epsilon bounded all of it"
-PLD = "PLD: the steps were planned before the run and are all alike"
-CAPPED = (
-    "PLD up to the target epsilon: the run was begun more than once, or steps were done again, which may follow from "
-    "results; holds if the target epsilon was fixed before that"
-)
-FILTER = (
-    "RDP filter (Feldman & Zrnic 2021) up to the target epsilon: steps or runs were added after results could be seen; "
-    "holds if the target epsilon was fixed before that"
-)
 
 
 def certificate(
@@ -48,6 +50,8 @@ def certificate(
     spending: Spending,
     randomness: str,
     reproducible: bool,
+    independence: str,
+    watched: bool,
 ) -> dict[str, Any]:
     """A JSON-ready account of a run: the mechanism with all its public constants, and the epsilon they give."""
     event = Event(noise_multiplier=noise_multiplier, sample_rate=expected_batch_size / population)
@@ -67,9 +71,9 @@ def certificate(
     return sealed(
         {
             "certificate": FORMAT,
-            "mechanism": "Poisson-subsampled Gaussian, once per step",
-            "unit_of_privacy": "one record of the training set",
-            "adjacency": "add or remove one record",
+            "mechanism": MECHANISM,
+            "unit_of_privacy": UNIT,
+            "adjacency": ADJACENCY,
             "dataset": spending.dataset,
             "epsilon": spending.claim(),
             "delta": delta,
@@ -96,16 +100,13 @@ def certificate(
                     "corrected": method.low_pass.corrected,
                 },
             },
-            "sampler": "Poisson",
+            "sampler": SAMPLER,
             "randomness": randomness,
             "reproducible_noise": reproducible,
+            "independence_of_samples": independence,
+            "watched_at_every_step": watched,
             "trials": trials,
-            "not_accounted_for": [
-                "tuning and runs on the same records that are not among the trials",
-                "seeds or checkpoints chosen after seeing results",
-                "preprocessing fitted on the private records",
-                "stopping early because of results (the epsilon at planned steps covers it)",
-            ],
+            "not_accounted_for": list(NOT_ACCOUNTED_FOR),
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -126,12 +127,20 @@ def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
 def read(path: Path) -> dict[str, Any]:
     """The content of a certificate file, neither checked for changes (`intact`) nor for what it claims (`claims`)."""
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes(), object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is not a certificate: it cannot be read as JSON") from error
     if not isinstance(document, dict) or "certificate" not in document or "digest" not in document:
         raise ValueError(f"{str(path)!r} is not a certificate, or not a whole one: it lacks its version or its digest")
     return document
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; refuses one that says a thing twice, of which a reader may see the other."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands there twice")
+    return found
 
 
 def intact(document: Mapping[str, Any]) -> bool:
@@ -153,55 +162,61 @@ class Claim:
 
 
 def claims(document: Mapping[str, Any]) -> tuple[Claim, ...]:
-    """Every epsilon of a certificate with its recomputation; raises ValueError for what is no certificate, or changed.
+    """Every epsilon of a certificate with its recomputation, the first of which covers all events in its trials.
 
     Accountants of different versions differ by a little. So a claim below the usual bound is held against a finer
     computation, which is an upper bound too: what is accepted is not understated.
+
+    Raises:
+        Contradiction: its numbers do not fit each other.
+        ValueError: it is no whole certificate of this version, or was changed.
     """
+    if document.get("certificate") != FORMAT:
+        raise ValueError(f"this certificate cannot be checked: its version is not {FORMAT}")
+    if not intact(document):
+        raise ValueError(f"this certificate cannot be checked: {CHANGED}")
     try:
-        if document["certificate"] != FORMAT:
-            raise ValueError(f"its version is {document['certificate']!r}, not {FORMAT}")
-        if not intact(document):
-            raise ValueError(CHANGED)
-        return tuple(_claims(document))
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ValueError(f"this is not a whole certificate ({type(error).__name__}: {error})") from error
+        statement = Statement.read(document)
+        return tuple(_claims(statement))
+    except Contradiction:
+        raise
     except (ValueError, OverflowError) as error:
         raise ValueError(f"this certificate cannot be checked: {error}") from error
 
 
-def _claims(document: Mapping[str, Any]) -> Iterator[Claim]:
-    delta, planned, released = (document[name] for name in ("delta", "planned_steps", "released_steps"))
-    rate = document["expected_batch_size"] / document["records"]
-    if not math.isclose(rate, document["sample_rate"], rel_tol=_ROUNDING):
-        raise ValueError(f"sample_rate={document['sample_rate']} is not expected_batch_size / records = {rate}")
-    event = Event(noise_multiplier=document["noise_multiplier"], sample_rate=document["sample_rate"])
-
-    def claim(name: str, stated: float, steps: int, accountant: str) -> Claim:
-        bound = accounting.epsilon(**asdict(event), steps=steps, delta=delta, accountant=accountant)
-        if bound > stated:
-            bound = min(bound, accounting.finest_epsilon(event, steps=steps, delta=delta))
-        return Claim(name=name, stated=stated, recomputed=bound)
-
-    if document["composition"] not in (PLD, CAPPED, FILTER):
-        raise ValueError(f"composition={document['composition']!r} is not known")
-    if document["epsilon"] is not None:
-        if document["composition"] == FILTER:
-            spent = accounting.filter_epsilon(_events(document["trials"]), delta=delta)
-            yield Claim(name="epsilon", stated=document["epsilon"], recomputed=spent)
-        else:
-            yield claim("epsilon", document["epsilon"], max(planned, released), "pld")
-    for name, steps in (("epsilon_at_planned_steps", planned), ("epsilon_at_released_steps", released)):
-        for accountant, stated in document[name].items():
-            yield claim(f"{name}, {accountant}", stated, steps, accountant)
+def examined(document: Mapping[str, Any]) -> tuple[tuple[Claim, ...], str | None]:
+    """The claims of a certificate, and why it does not hold; None if it does."""
+    if not intact(document):
+        return (), CHANGED
+    try:
+        found = claims(document)
+    except Contradiction as contradiction:
+        return (), f"it contradicts itself: {contradiction}"
+    if document["epsilon"] is None:
+        return found, UNBOUNDED
+    if not all(claim.holds for claim in found):
+        return found, "its own numbers give a larger epsilon than it states"
+    return found, None
 
 
-def _events(trials: Sequence[Mapping[str, Any]]) -> dict[Event, int]:
-    events: dict[Event, int] = {}
-    for trial in trials:
-        event = Event(noise_multiplier=trial["noise_multiplier"], sample_rate=trial["sample_rate"])
-        events[event] = events.get(event, 0) + trial["events"]
-    return events
+def _claims(stated: Statement) -> Iterator[Claim]:
+    def claim(name: str, epsilon: float, steps: int, accountant: str) -> Claim:
+        given = {**asdict(stated.event), "steps": steps, "delta": stated.delta}
+        bound = accounting.epsilon(**given, accountant=accountant)
+        if bound > epsilon:
+            bound = min(bound, accounting.finest_epsilon(stated.event, steps=steps, delta=stated.delta))
+        return Claim(name=name, stated=epsilon, recomputed=bound)
+
+    if stated.epsilon is not None and stated.composition == FILTER:
+        spent = accounting.filter_epsilon(stated.events, delta=stated.delta)
+        yield Claim(name="epsilon", stated=stated.epsilon, recomputed=spent)
+    elif stated.epsilon is not None:
+        covered = stated.planned_steps if stated.composition == PLD else stated.released_steps
+        yield claim("epsilon", stated.epsilon, covered, "pld")
+    for accountant in accounting.ACCOUNTANTS:
+        planned, released = stated.at_planned_steps[accountant], stated.at_released_steps[accountant]
+        yield claim(f"epsilon_at_planned_steps, {accountant}", planned, stated.planned_steps, accountant)
+        yield claim(f"epsilon_at_released_steps, {accountant}", released, stated.released_steps, accountant)
 
 
 def _by_accountant(event: Event, steps: int, delta: float) -> dict[str, float]:

@@ -9,7 +9,8 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from pmlf.certificate import CAPPED, FILTER, UNBOUNDED
+from pmlf.certificate import UNBOUNDED
+from pmlf.statement import CAPPED, FILTER
 
 
 def page(document: Mapping[str, Any]) -> str:
@@ -107,6 +108,8 @@ def _method(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("bias correction", "yes" if low_pass["corrected"] else "no"),
         ("sampler", f"{document['sampler']}: each record joins independently"),
         ("noise", document["randomness"]),
+        ("samples are independent", document.get("independence_of_samples", "not stated")),
+        ("watched at every step", "yes" if document.get("watched_at_every_step") else "no"),
     ]
 
 

@@ -4,6 +4,7 @@
     run.load_state_dict(checkpoint.load(path))
 
 Nothing is ever unpickled, so a file from elsewhere can be refused, but not run. A digest over the content tells damage.
+The file is for the user alone, mode 0600: the state of a run that can go on holds what is as private as its records.
 """
 
 from __future__ import annotations

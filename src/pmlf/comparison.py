@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,15 @@ from torch.nn.modules.module import register_module_forward_hook
 from pmlf.anatomy import Anatomy
 from pmlf.arithmetic import squared_norms
 from pmlf.batches import batch_size, same_bits, select
-from pmlf.capture import LossFunction, capture, per_sample_loss, rewritten_by_forward
+from pmlf.capture import LossFunction, per_sample_loss
 from pmlf.factors import Factors
+from pmlf.fingerprint import bit_digest
 from pmlf.gradients import SumBuffers, Workspace
 from pmlf.half_precision import deadly_bfloat16_refused
-from pmlf.momentum import SampleMomentum, finite_factors
+from pmlf.momentum import SampleMomentum, contributions, finite_factors
 from pmlf.noise import SeededRandomness, torch_seeded
 from pmlf.plan import Plan
+from pmlf.swap import plain_values, swapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +36,31 @@ class Subject:
     loss_fn: LossFunction
     clip_norm: float
     weights: Sequence[float] = (1.0,)
+    originals: Originals | None = None  # the parameters to restore, where the model is moved away from them
+
+    def at_once(self, batch: Any) -> Any:
+        """What of a batch the model may be given in one call: the first sample, where each is a batch of one."""
+        return batch if self.plan.gradients == "ghost" else select(batch, slice(0, 1))
 
     def in_double(self) -> Subject:
         """The same with a copy of the model in float64."""
-        return replace(self, model=copy.deepcopy(self.model).double())
+        return replace(self, model=copy.deepcopy(self.model).double(), originals=None)
+
+    def undisturbed(self, *, training: bool, seed: int = 0, dropout: bool = False) -> AbstractContextManager[None]:
+        """`undisturbed` of the model, with its originals."""
+        return undisturbed(self.model, training=training, seed=seed, dropout=dropout, originals=self.originals)
+
+
+class Originals:
+    """A copy of a model's parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.saved = [(parameter, parameter.detach().clone()) for parameter in parameters]
+
+    def restore(self) -> None:
+        for parameter, value in self.saved:
+            if not same_bits(parameter, value):
+                parameter.data.copy_(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +123,7 @@ def clipped_sum(subject: Subject, batch: Any, sums: dict[str, Tensor]) -> tuple[
         samples, view = part.stop - part.start, select(batch, part)
         momentum = SampleMomentum(plan, samples, len(subject.weights), Workspace())
         for weight in subject.weights:
-            for name, contribution in capture(anatomy, plan, values, subject.loss_fn, view, samples, weight):
+            for name, contribution in contributions(anatomy, plan, values, subject.loss_fn, view, samples, weight):
                 if isinstance(contribution, Factors):
                     spread[part] += contribution.spread(slice(0, samples)).cpu()
                 momentum.add(name, contribution)
@@ -135,63 +158,65 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def moved(model: nn.Module, seed: int = 0) -> Iterator[None]:
-    """The model at other parameters near its own, by fixed chance; its own are put back."""
-    saved = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+def moved(subject: Subject, seed: int = 0) -> Iterator[Subject]:
+    """The subject at other parameters near its own, by a fixed seed; its own are restored afterwards."""
+    originals = Originals(subject.model.parameters())
+    embeddings = [module for module in subject.model.modules() if isinstance(module, nn.Embedding)]
     padding = {module.weight: module.padding_idx for module in embeddings if module.padding_idx is not None}
     generator = torch.Generator().manual_seed(seed)
     try:
-        for parameter, value in saved:
+        for parameter, value in originals.saved:
+            if not parameter.requires_grad:
+                continue
             scale = 0.02 + 0.3 * value.float().square().mean().sqrt()
             noise = torch.randn(value.shape, generator=generator).to(value)
             if parameter in padding:
                 noise[padding[parameter]] = 0.0  # that row is never trained, and models rely on it
             parameter.data.copy_(value + scale.to(value) * noise)
-        yield
+        yield replace(subject, originals=originals)
     finally:
-        for parameter, value in saved:
-            parameter.data.copy_(value)
+        originals.restore()
 
 
 @contextmanager
-def undisturbed(model: nn.Module, *, training: bool, seed: int = 0) -> Iterator[None]:
-    """Eval mode, or as in training without dropout; gradients on. Modes, buffers and generators are put back.
+def undisturbed(
+    model: nn.Module, *, training: bool, seed: int = 0, dropout: bool = False, originals: Originals | None = None
+) -> Iterator[None]:
+    """Eval mode, or as in training; gradients on. Modes, generators and the model are put back.
 
-    So are frozen parameters, and one that was changed is refused; buffers `capture` looks at.
+    Dropout layers are off unless `dropout` says otherwise.
+
+    A pass that has written into the model, its parameters too, is refused, and nothing of it is left. `originals` are
+    the parameters to restore then, where they are not the present ones: one copy is enough.
     """
-    device = next(model.parameters()).device
-    modes = {module: module.training for module in model.modules()}
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    frozen = [(name, p, p.detach().clone()) for name, p in model.named_parameters() if not p.requires_grad]
-    changed = []
+    anatomy = Anatomy(model)
+    modes = {module: module.training for module in anatomy.modules.values()}
+    parameters = anatomy.parameters
+    device = next(iter(parameters.values())).device
+    originals = originals or Originals(parameters.values())
+    bits = {name: bit_digest(parameter.detach()) for name, parameter in parameters.items()}
+    buffers = {id(buffer): buffer.clone() for buffer in anatomy.buffers.values()}
+    values = [(vars(module), plain_values(module)) for module in modes]  # counters, "begun": a check is no use of it
     for module in modes:
-        module.training = training and modes[module] and not isinstance(module, _DropoutNd)
+        module.training = training and modes[module] and (dropout or not isinstance(module, _DropoutNd))
     try:
         with (
             torch.enable_grad(),
             torch_seeded(SeededRandomness(seed).seed_for("check"), device),
             deadly_bfloat16_refused(),
+            swapped(anatomy, buffers) as swap,
         ):
             yield
     finally:
+        for attributes, before in values:
+            attributes.update(before)
         for module, mode in modes.items():
             module.training = mode
-        for module, name, buffer, saved in buffers:
-            module._buffers[name] = buffer
-            if not same_bits(buffer, saved):
-                buffer.data.copy_(saved)
-        for name, parameter, saved in frozen:
-            if not same_bits(parameter, saved):
-                parameter.data.copy_(saved)
-                changed.append(name)
-    if changed:
-        raise rewritten_by_forward(changed[0])
+        changed = [name for name, parameter in parameters.items() if bit_digest(parameter.detach()) != bits[name]]
+        if changed:
+            originals.restore()
+    swap.written += changed
+    swap.refuse_written()
 
 
 @contextmanager

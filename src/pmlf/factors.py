@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor
 from pmlf.arithmetic import add_product, blank, same_memory, wide_dtype
 
 Scratch = Callable[[Tensor], Tensor]  # work memory like a given tensor
+Order = Literal["own", "transposed", "channels last"]  # of the numbers in a per-sample gradient that is formed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,20 +109,20 @@ class Factors(ABC):
         """Both uses as one with no more tokens, where that can be; None otherwise."""
         return None
 
+    @property
+    def order(self) -> Order:
+        """The order of `form`, which follows from the parameter's shape: one for all uses of a parameter."""
+        return "transposed" if self.rows < self.cols else "own"
+
     def arranged(self, flat: Tensor, shape: torch.Size) -> Tensor:
         """A gradient in the order of `form`, (size,), as a tensor of the parameter's shape."""
-        return flat.view(shape)
+        if self.order == "own":
+            return flat.view(shape)
+        return flat.view(self.cols, self.rows).mT.reshape(shape)
 
+    @abstractmethod
     def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
-        """Write, or add, the gradients of some samples into out (n, size)."""
-        left, right = self.sides(chosen)
-        into = out.view(-1, self.rows, self.cols)  # (n * groups, rows, cols)
-        if left.is_floating_point():
-            torch.baddbmm(into, left.flatten(0, 1).mT, right.flatten(0, 1), beta=1 if add else 0, out=into)
-            return
-        if not add:
-            into.zero_()
-        into.scatter_add_(1, left.mT.expand(-1, -1, self.cols), right.squeeze(1))
+        """Write, or add, the gradients of some samples into out (n, size), in the order of `order`."""
 
     def spread(self, chosen: slice) -> Tensor:
         """sum_t |left_t| |right_t| of some samples: the scale of rounding errors, however the tokens cancel."""
@@ -198,14 +200,11 @@ class Outer(Factors):
         return Wide(left=self.left[chosen].unsqueeze(1).to(dtype), right=self.right[chosen].unsqueeze(1).to(dtype))
 
     def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
-        if self.rows >= self.cols:
-            super().form(chosen, out, add=add)
-            return
-        into = out.view(-1, self.cols, self.rows)  # tall: wide ones were slower
-        torch.baddbmm(into, self.right[chosen].mT, self.left[chosen], beta=1 if add else 0, out=into)
-
-    def arranged(self, flat: Tensor, shape: torch.Size) -> Tensor:
-        return flat.view(shape) if self.rows >= self.cols else flat.view(self.cols, self.rows).mT.reshape(shape)
+        long, short = self.left[chosen], self.right[chosen]
+        if self.order == "transposed":  # tall products are faster than wide ones
+            long, short = short, long
+        into = out.view(-1, long.shape[2], short.shape[2])
+        torch.baddbmm(into, long.mT, short, beta=1 if add else 0, out=into)
 
     def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
         left, right = self.left, self.right
@@ -259,6 +258,17 @@ class Lookup(Factors):
     def wide(self, chosen: slice, window: Window | None) -> Wide:
         index, right = self.sides(chosen)
         return Wide(left=index, right=right.to(wide_dtype(right)))
+
+    def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
+        index, right = self.index[chosen], self.right[chosen]
+        if not add:
+            out.zero_()
+        if self.order == "own":
+            into = out.view(-1, self.rows, self.cols)
+            into.scatter_add_(1, index.unsqueeze(2).expand(-1, -1, self.cols), right)
+        else:
+            into = out.view(-1, self.cols, self.rows)
+            into.scatter_add_(2, index.unsqueeze(1).expand(-1, self.cols, -1), right.mT)
 
     def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
         scaled = torch.mul(self.right, scale.to(self.right)[:, None, None], out=scratch(self.right))
@@ -357,6 +367,15 @@ class Patches(Factors):
     def without(self, refused: Tensor) -> Patches:
         rows = refused.repeat_interleave(self._windows)
         return replace(self, input=blank(self.input, rows), grad=blank(self.grad, rows))
+
+    @property
+    def order(self) -> Order:
+        return "channels last"
+
+    def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
+        left, right = self.sides(chosen)
+        into = out.view(-1, self.rows, self.cols)  # (n * groups, rows, cols)
+        torch.baddbmm(into, left.flatten(0, 1).mT, right.flatten(0, 1), beta=1 if add else 0, out=into)
 
     def arranged(self, flat: Tensor, shape: torch.Size) -> Tensor:
         return flat.view(shape[0], *self.kernel, shape[1]).movedim(-1, 1)

@@ -1,4 +1,4 @@
-"""Looks at the first samples before any is summed: what a model or a loss does wrong, it does to these."""
+"""Looks at samples before any is summed: is each one's gradient its own, and the one that plain autograd finds?"""
 
 from __future__ import annotations
 
@@ -8,60 +8,84 @@ import torch
 
 from pmlf.anatomy import Anatomy
 from pmlf.augmentation import Augmentation
-from pmlf.batches import select
-from pmlf.comparison import Subject
+from pmlf.batches import Signature, select, signature
+from pmlf.capture import Rows
+from pmlf.checks.finding import ASSUMED, STRUCTURAL, Finding
+from pmlf.comparison import Subject, undisturbed
+from pmlf.layers import NotTakenApart
 from pmlf.noise import SeededRandomness, keyed_uniforms
 from pmlf.plan import Gradients
 from pmlf.validation import check_augmentation, check_losses, check_samples, refuse_unsafe_model
 
 _AUGMENTATIONS = 4  # of a whole micro-batch, in which what happens to one sample in a hundred happens to some
+Modes = tuple[bool, ...]
 
 
 class FirstLook:
-    """Once on a single sample and once on a pair: do factors and plain autograd agree, sample by sample?
+    """Proves that samples do not influence each other, once for every mode of the model and every form of a batch.
 
-    And once on more: samples may be mixed only where there are so many. Those in passes of their own never are. What it
-    has seen counts for the modes of training and evaluation in which it was seen.
+    Where no proof is found, what can be seen on the first samples is looked at, and every later micro-batch's rows are
+    held to their owners. Gradients of a single sample and of a pair are compared with plain autograd in any case.
+    Samples that are `assumed` to be independent, or have passes of their own, need no proof.
     """
 
-    def __init__(self, subject: Subject, gradients: Gradients, augmentation: Augmentation | None) -> None:
+    def __init__(
+        self, subject: Subject, gradients: Gradients, augmentation: Augmentation | None, *, assumed: bool
+    ) -> None:
         self._subject = subject
         self._gradients = gradients
         self._augmentation = augmentation
+        self._alone = STRUCTURAL[gradients] if gradients != "ghost" else ASSUMED if assumed else None
         self._modes = Anatomy(subject.model).modes
         self._gradients_of = 0  # how many samples' gradients were compared: 0, 1 or 2
-        self._whole_micro_batch = False
+        self._augmented = False
+        self._losses = False
+        self._findings: dict[tuple[Modes, Signature], Finding] = {}
 
-    def at(self, batch: Any, size: int, modes: tuple[bool, ...]) -> None:
+    @property
+    def finding(self) -> Finding | None:
+        """The weakest of all findings; None before anything was looked at."""
+        if self._alone is not None:
+            return self._alone
+        return next(
+            (found for found in self._findings.values() if not found.proven), next(iter(self._findings.values()), None)
+        )
+
+    def at(self, batch: Any, size: int, modes: Modes) -> Rows:
         """Raise ValueError if these samples show what would break the guarantee; cheap once enough was seen.
 
-        `modes` are the model's at the moment.
+        `modes` are the model's at the moment. Returns how the rows of a layer are known to be the samples' own.
         """
         if modes != self._modes:  # another mode is another model
             refuse_unsafe_model(self._subject.model, self._gradients)
             self._modes = modes
             self.again()
-        alone = self._gradients == "one-by-one"
-        few = 1 if alone else min(size, 2)
-        if self._gradients_of < few and self._compare(select(batch, slice(0, few)), few):
-            self._gradients_of = few
-        if size > 2 and not (self._whole_micro_batch or alone):
+        found = self._alone or self._found(batch, modes)
+        few = min(size, 2) if self._gradients != "one-by-one" and self._alone is not ASSUMED else 1
+        if self._gradients_of < few:
+            looked_at = select(batch, slice(0, few))
+            self._look_at_augmentation(looked_at, few)
+            if check_samples(self._subject, looked_at, proven=found.proven):
+                self._gradients_of = few
+        if size > 2 and not self._augmented and self._gradients == "ghost":
             self._look_at_augmentation(batch, size)
+            self._augmented = True
+        if found.proven:
+            return "their own"
+        if size > 2 and not self._losses:
             check_losses(self._subject, batch)
-            self._whole_micro_batch = True
+            self._losses = True
+        return "marked"
 
     def again(self) -> None:
         """Look at the samples to come as at the first ones."""
-        self._gradients_of, self._whole_micro_batch = 0, False
+        self._gradients_of, self._augmented, self._losses = 0, False, False
 
-    def put_aside(self) -> None:
-        """Take everything for seen: for the audit's controls, which are broken on purpose."""
-        self._gradients_of, self._whole_micro_batch = 2, True
-
-    def _compare(self, few: Any, size: int) -> bool:
-        """Whether the samples told something; where not, look at others."""
-        self._look_at_augmentation(few, size)
-        return check_samples(self._subject, few)
+    def _found(self, batch: Any, modes: Modes) -> Finding:
+        key = modes, signature(batch)
+        if key not in self._findings:
+            self._findings[key] = proof(self._subject, batch)
+        return self._findings[key]
 
     def _look_at_augmentation(self, batch: Any, size: int) -> None:
         """Several times: it may mix samples by chance."""
@@ -71,3 +95,19 @@ class FirstLook:
             stream = SeededRandomness(0).stream("check", draw)
             uniforms = keyed_uniforms(stream, torch.arange(size), self._augmentation.draws)
             check_augmentation(self._augmentation.function, batch, uniforms)
+
+
+def proof(subject: Subject, batch: Any) -> Finding:
+    """Whether samples are proven to be independent; refused where the proof finds that they are not."""
+    try:
+        from pmlf.checks.independence import prove  # torch.distributed takes a while, and some builds lack it
+    except ImportError:
+        return Finding(reason="this build of torch has no torch.distributed.tensor")
+    with undisturbed(subject.model, training=True, dropout=True):
+        found = prove(subject.model, subject.plan, subject.loss_fn, batch)
+    if found.samples_meet:
+        raise NotTakenApart(
+            f"a sample's gradient depends on the other samples of its batch: {found.reason}; compute it for every "
+            "sample by itself"
+        )
+    return found

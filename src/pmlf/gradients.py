@@ -120,6 +120,8 @@ class ParameterGradient:
 
     def add(self, factors: Factors, points: int) -> None:
         """Add one use, formed or kept as factors, whichever is better for `points` times its tokens."""
+        before = self._like or (self._factors[0] if self._factors else factors)
+        assert before.order == factors.order, f"{self._name}: two uses in one buffer, each in an order of its own"
         if self._held is None and (self._factors or not choice.holds_at_once(factors, points)):
             merged = self._factors[-1].merged(factors) if self._factors else None
             if merged is None:

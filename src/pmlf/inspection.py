@@ -15,10 +15,11 @@ from pmlf.arguments import require_positive
 from pmlf.batches import batch_size, to_dtype, without
 from pmlf.capture import LossFunction, capture
 from pmlf.comparison import Subject, clipped_sum, singles, subtract_plain, trained, undisturbed
+from pmlf.first_look import proof
 from pmlf.gradients import SumBuffers, Workspace
 from pmlf.methods import Method, resolve
 from pmlf.momentum import SampleMomentum
-from pmlf.plan import Plan
+from pmlf.plan import Gradients, Plan, require_known
 from pmlf.validation import check_samples, modes_to_check, refuse_unsafe_model
 
 LARGEST_SENSITIVITY = 1.0 + 1e-4  # over the clip norm: what rounding may add to one sample's part
@@ -46,6 +47,7 @@ class Checked:
     parameters: int
     points: int
     modes: tuple[str, ...]
+    independence: str  # of the samples: proven, or what stopped the proof
     sensitivity: float  # the most that leaving one sample out moved the clipped sum, over the clip norm
     dependence: float  # the most that a sample's norm changed with the others in its batch, relative
     disagreement: float  # the largest difference of a clipped gradient from plain autograd's, relative
@@ -63,6 +65,7 @@ class Checked:
                 "independence",
                 f"{self.dependence:.1e}: the most that a norm changed with the rest of the batch, relative",
             ),
+            ("", self.independence),
             ("agreement", f"{self.disagreement:.1e}: the largest difference from plain autograd, relative"),
         ]
         lines = [f"{name:<14}{value}" for name, value in facts]
@@ -86,26 +89,36 @@ class Checked:
 
 
 def check(
-    model: nn.Module, loss_fn: LossFunction, batch: Any, *, method: Method | str = "dp-pmlf", clip_norm: float = 1.0
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    *,
+    method: Method | str = "dp-pmlf",
+    clip_norm: float = 1.0,
+    gradients: Gradients = "ghost",
 ) -> Checked:
     """Verify a model and its loss on a small batch, changing neither; raise ValueError naming what fails.
 
     Verified: every layer can be private; `loss_fn` gives one loss a sample; a sample's gradient does not depend on the
     others; norms and clipped sum from the layers' factors agree with plain autograd, one sample at a time; leaving a
     sample out moves the sum by at most the clip norm. In eval mode, and in training mode too where that differs and is
-    not random. The error never quotes values computed from the batch; the report does.
+    not random. The error never quotes values computed from the batch; the report does. `gradients` are taken as by
+    `PrivateStep`.
     """
-    refuse_unsafe_model(model)
+    require_known(gradients)
+    refuse_unsafe_model(model, gradients)
     require_positive("clip_norm", clip_norm, "it bounds one sample's part in the sum; the paper uses 1.0")
     clip_norm = float(clip_norm)
     points = resolve(method).points
     weights = [point.weight for point in points.at(points.depth)]
-    subject = Subject(model=model, plan=Plan.of(model), loss_fn=loss_fn, clip_norm=clip_norm, weights=weights)
+    plan = Plan.of(model, gradients)
+    subject = Subject(model=model, plan=plan, loss_fn=loss_fn, clip_norm=clip_norm, weights=weights)
     samples = batch_size(batch)
     if samples == 0:
         raise ValueError("the batch is empty: give at least one sample, better three or more")
     modes = modes_to_check(subject, batch)
-    check_samples(subject, batch)
+    independence = proof(subject, batch)
+    check_samples(subject, batch, proven=independence.proven)
     found = []
     for training in modes:
         with undisturbed(model, training=training):
@@ -113,14 +126,16 @@ def check(
         if measured.sensitivity > LARGEST_SENSITIVITY:
             measured = _in_double(subject, batch, training)
         found.append(measured)
+    costs = _layer_costs if gradients == "ghost" else _whole_cost
     with undisturbed(model, training=False):
-        _layer_costs(subject, batch)  # a warm-up
-        layers = _layer_costs(subject, batch)
+        costs(subject, batch)  # a warm-up
+        layers = costs(subject, batch)
     return Checked(
         samples=samples,
         parameters=len(subject.plan.parameters),
         points=len(weights),
         modes=tuple("training mode" if training else "eval mode" for training in modes),
+        independence=str(independence),
         sensitivity=max(measured.sensitivity for measured in found),
         dependence=max(measured.dependence for measured in found),
         disagreement=max(measured.disagreement for measured in found),
@@ -171,6 +186,22 @@ def _in_double(subject: Subject, batch: Any, training: bool) -> _Measured:
             "changes the others' gradients: look for an operation across axis 0"
         )
     return measured
+
+
+def _whole_cost(subject: Subject, batch: Any) -> tuple[LayerCost, ...]:
+    """Time the model as a whole, where its gradients are not taken layer by layer."""
+    values = trained(subject.model)
+    start = time.perf_counter()
+    clipped_sum(subject, batch, SumBuffers().other_than(None, values))
+    return (
+        LayerCost(
+            layer="(model)",
+            kind=type(subject.model).__name__,
+            rule=subject.plan.gradients,
+            parameters=sum(value.numel() for value in values.values()),
+            seconds=time.perf_counter() - start,
+        ),
+    )
 
 
 def _layer_costs(subject: Subject, batch: Any) -> tuple[LayerCost, ...]:

@@ -22,10 +22,20 @@ Statistics = tuple[Tensor, Tensor]  # mean and 1 / deviation of every group, (ax
 
 
 class NotTakenApart(ValueError):
-    """A model whose layers do not tell its samples' gradients; each sample in a pass of its own does."""
+    """Per-sample gradients cannot be computed layer by layer; each sample as a batch of one has them."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f'{reason}; or give gradients="one-by-one", which takes any model, one sample at a time')
+        super().__init__(
+            f'{reason}; or give gradients="vmap" (fast, where torch.func takes the model) or gradients="one-by-one" '
+            "(any model, one sample at a time)"
+        )
+
+
+class NotMapped(ValueError):
+    """A model or a loss that torch.func.vmap does not take; plain autograd, one sample at a time, does."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f'{reason}; or give gradients="one-by-one" (any model, one sample at a time)')
 
 
 class Call(NamedTuple):

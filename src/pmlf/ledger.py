@@ -20,6 +20,7 @@ import json
 import math
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,8 +44,12 @@ class Position:
 class Ledger:
     """A ledger open for one run, which alone may write to it until `close`.
 
-    `spend` returns when the event is on the disk: release after it, never before. A last line that was cut short
-    (the machine stopped while it was written) counts as an event; damage anywhere else is refused.
+    `spend` returns when the event is on the disk, in the file that the path names: release after it, never before. A
+    file that was deleted, replaced or changed by others in the meantime is refused. A last line that was cut short (the
+    machine stopped while it was written) counts as an event; damage anywhere else is refused.
+
+    A new file is its owner's alone (0600): it holds no records, but who writes to it decides what may be spent. To
+    share it is a choice (`chmod`), which is kept. The path may be a symbolic link that keeps leading to the same file.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "ledger.jsonl"
@@ -58,12 +63,15 @@ class Ledger:
 
     def __init__(self, path: Path | str, *, dataset: str, run: str | None = None) -> None:
         self.path = Path(path)
+        self._place = self.path.absolute()  # whatever the working folder is later
         self.dataset = dataset
         self.run = run or secrets.token_hex(8)
         self._session: Session | None = None
         self._broken = True  # until it is open
+        self._size = 0
         self._descriptor = self._open()
         try:
+            self._require_place()
             content = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
             header = _line(_header(dataset), "")
             if header.startswith(content):  # a new file, or one whose maker was stopped at its first line
@@ -75,6 +83,7 @@ class Ledger:
             os.lseek(self._descriptor, contents.whole_bytes, os.SEEK_SET)
             if contents.cut_short:
                 self._complete()
+            self._size = os.lseek(self._descriptor, 0, os.SEEK_CUR)
             self._broken = False
         except BaseException:
             self.close()
@@ -112,11 +121,16 @@ class Ledger:
             )
 
     def spend(self, session: Session, *, step: int) -> None:
-        """Record that `step` of a session is about to be released; it is on the disk when this returns."""
+        """Record that `step` of a session is about to be released; it is on the disk when this returns.
+
+        Raises:
+            RuntimeError: the path no longer names the file that this run has open and left as it is.
+        """
         if self._broken or self._descriptor < 0:
             raise RuntimeError(
                 f"the ledger {str(self.path)!r} could not be written to, or is closed: open it again before spending"
             )
+        self._require_unchanged()
         texts = [json.dumps({"step": step})]
         begins = not session.continues(self._session)
         if begins:
@@ -125,6 +139,7 @@ class Ledger:
         for text in texts:
             digests.append(_digest(text, digests[-1]))
         self._write(b"".join(_line(text, before) for text, before in zip(texts, digests, strict=False)))
+        self._require_unchanged(last=digests[-1])
         if begins:
             self._session = session
             self.tally.begin(session)
@@ -134,10 +149,38 @@ class Ledger:
 
     def _open(self) -> int:
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(self._place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise unwritable(self.path, error) from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise ValueError(f"{str(self.path)!r} is not a regular file, so it keeps no events: give another path")
         return _locked(self.path, descriptor)
+
+    def _require_place(self) -> None:
+        """Refuse to go on if the path names no file, or another one than is open."""
+        try:
+            named = os.stat(self._place)
+        except OSError:
+            named = None
+        held = os.fstat(self._descriptor)
+        if named is None or (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
+            raise RuntimeError(
+                f"the ledger {str(self.path)!r} was deleted, moved or replaced while this run had it open, so the next "
+                "run there would not see what this one spends: put the file back in its place; the step is not released"
+            )
+
+    def _require_unchanged(self, *, last: str | None = None) -> None:
+        """Refuse to go on if the file is not where it was, or somebody else has written to it."""
+        self._require_place()
+        end = f"{last or self._digests[-1]}\n".encode()
+        same_end = os.pread(self._descriptor, len(end), max(self._size - len(end), 0)) == end
+        if os.fstat(self._descriptor).st_size != self._size or not same_end:
+            self._broken = True
+            raise RuntimeError(
+                f"the ledger {str(self.path)!r} was changed by somebody else while this run had it open: put it back "
+                "as it was, and go on from a saved state; the step is not released"
+            )
 
     def _complete(self) -> None:
         """Write the event that a line cut short stood for over what there is of it."""
@@ -152,12 +195,14 @@ class Ledger:
 
     def _write(self, content: bytes) -> None:
         self._broken = True  # until all of it is on the disk and counted, whatever stops it
+        size = self._size + len(content)
         try:
             while content:
                 content = content[os.write(self._descriptor, content) :]
             os.fsync(self._descriptor)
         except OSError as error:
             raise unwritable(self.path, error) from error
+        self._size = size
 
 
 def refuse_in_use(path: Path) -> None:

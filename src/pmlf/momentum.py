@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 from pmlf import choice
 from pmlf.anatomy import Anatomy
 from pmlf.arithmetic import squared_norms
-from pmlf.capture import LossFunction, capture
+from pmlf.capture import LossFunction, Rows, capture
 from pmlf.factors import Factors
 from pmlf.gradients import ParameterGradient, Workspace
 from pmlf.half_precision import without_autocast
 from pmlf.layers import Contribution
+from pmlf.mapped import mapped
 from pmlf.plan import Plan
 from pmlf.roots import Roots
 
@@ -46,6 +47,22 @@ def finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> tuple
     return torch.where(fine, factors, 0.0), ~fine
 
 
+def contributions(
+    anatomy: Anatomy,
+    plan: Plan,
+    values: Mapping[str, Tensor],
+    loss_fn: LossFunction,
+    batch: Any,
+    samples: int,
+    weight: float,
+    rows: Rows = "their own",
+) -> Iterator[tuple[str, Contribution]]:
+    """weight * (per-sample gradients of the loss at the parameters `values`), in the way that is planned."""
+    if plan.gradients == "vmap":
+        return mapped(anatomy, plan, values, loss_fn, batch, samples, weight)
+    return capture(anatomy, plan, values, loss_fn, batch, samples, weight, rows=rows)
+
+
 class SampleMomentum:
     """v of every sample of a micro-batch, built up point by point, then clipped once and summed.
 
@@ -60,10 +77,23 @@ class SampleMomentum:
         self._touched: set[str] = set()
 
     def add_point(
-        self, anatomy: Anatomy, values: Mapping[str, Tensor], loss_fn: LossFunction, batch: Any, weight: float
+        self,
+        anatomy: Anatomy,
+        values: Mapping[str, Tensor],
+        loss_fn: LossFunction,
+        batch: Any,
+        weight: float,
+        rows: Rows,
+        seen: Callable[[str, Contribution], None] | None = None,
     ) -> None:
-        """v += weight * gradient at `values`."""
-        for name, contribution in capture(anatomy, self._plan, values, loss_fn, batch, self._samples, weight):
+        """v += weight * gradient at `values`.
+
+        `rows` says how a layer's rows are known to be the samples' own; `seen` is shown every contribution.
+        """
+        found = contributions(anatomy, self._plan, values, loss_fn, batch, self._samples, weight, rows)
+        for name, contribution in found:
+            if seen is not None:
+                seen(name, contribution)
             self.add(name, contribution)
 
     def add(self, name: str, contribution: Contribution) -> None:

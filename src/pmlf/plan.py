@@ -8,11 +8,19 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from pmlf import choice
 from pmlf.layers import NotTakenApart, Rule, rule_for
 
-Gradients = Literal["ghost", "one-by-one"]
-GRADIENTS: tuple[Gradients, ...] = ("ghost", "one-by-one")
+# By layers' rules; the whole model by torch.func.vmap; the whole model by plain autograd, one sample at a time.
+Gradients = Literal["ghost", "vmap", "one-by-one"]
+GRADIENTS: tuple[Gradients, ...] = ("ghost", "vmap", "one-by-one")
 _MOST_IN_A_PASS = 1024  # samples: their clipped sum is a float32 product, and rounds like what it sums to
+
+
+def require_known(gradients: object) -> None:
+    """Raise ValueError for a way to per-sample gradients that there is not."""
+    if not isinstance(gradients, str) or gradients not in GRADIENTS:
+        raise ValueError(f"gradients={gradients!r} is not known: give one of {', '.join(GRADIENTS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +40,16 @@ class Plan:
     watched: tuple[Watched, ...] = ()
     expanded: frozenset[str] = frozenset()  # bare parameters of leading size 1, replaced by one copy a sample
     convolved: frozenset[str] = frozenset()  # weights of 2d convolutions, which are faster in channels-last order
-    one_by_one: bool = False  # whether every sample has a pass of its own, by plain autograd
+    gradients: Gradients = "ghost"
+    in_a_pass: int = _MOST_IN_A_PASS  # samples
 
     @classmethod
     def of(cls, model: nn.Module, gradients: Gradients = "ghost") -> Plan:
         """Decide for every trainable parameter; one that has no safe way is an error that names it."""
         names = _trainable(model)
-        if gradients == "one-by-one":
-            return cls(parameters=tuple(names.values()), one_by_one=True)
+        if gradients != "ghost":
+            most = _fitting(model) if gradients == "vmap" else 1
+            return cls(parameters=tuple(names.values()), gradients=gradients, in_a_pass=most)
         watched: list[Watched] = []
         expanded: set[str] = set()
         convolved: set[str] = set()
@@ -76,9 +86,8 @@ class Plan:
         )
 
     def passes(self, samples: int) -> Iterator[slice]:
-        """Which samples of a micro-batch share a pass: about a thousand, or none."""
-        step = 1 if self.one_by_one else _MOST_IN_A_PASS
-        return (slice(start, min(start + step, samples)) for start in range(0, samples, step))
+        """Which samples of a micro-batch share a pass, in their order."""
+        return (slice(start, min(start + self.in_a_pass, samples)) for start in range(0, samples, self.in_a_pass))
 
 
 def _trainable(model: nn.Module) -> dict[int, str]:
@@ -93,6 +102,12 @@ def _trainable(model: nn.Module) -> dict[int, str]:
                 "a real parameter (torch.view_as_real) and join them in forward"
             )
     return names
+
+
+def _fitting(model: nn.Module) -> int:
+    """How many samples' gradients fit into the memory for formed ones, at least one."""
+    bytes_each = sum(max(4, p.element_size()) * p.numel() for p in model.parameters() if p.requires_grad)
+    return max(1, min(_MOST_IN_A_PASS, choice.LATE_BYTES // max(1, bytes_each)))
 
 
 def _expands(parameter: Tensor | None) -> bool:

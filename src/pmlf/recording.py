@@ -28,6 +28,10 @@ class Seen(NamedTuple):
     output: Tensor | None  # where the layer has no rule
     statistics: Statistics | None  # of a GroupNorm
 
+    @property
+    def described(self) -> str:
+        return f"layer {self.watched.name!r} ({type(self.module).__name__})"
+
 
 @dataclass
 class Recorder:
@@ -83,25 +87,6 @@ class Recorder:
             )
         return output
 
-    def refuse_rows_of_others(self, index: int, grad: Tensor | None, marked: Tensor | None, marks: Tensor) -> None:
-        """Several rows a sample are taken to lie together: then each scales with the mark of the loss it is taken for.
-
-        Rows picked from all samples (`x[mask]`) are not, whenever their number happens to be a multiple.
-        """
-        if grad is None or marked is None:
-            return
-        seen = self.seen[index]
-        rows, scaled = (full_precision(tensor).reshape(seen.shape[0], -1) for tensor in (grad, marked))
-        wanted = rows * marks.to(rows).repeat_interleave(len(rows) // self.samples).unsqueeze(1)
-        distance, lengths = (torch.linalg.vector_norm(each, dim=1) for each in (scaled - wanted, wanted))
-        smallest = 1e-6 * torch.where(lengths.isfinite(), lengths, 0.0).max()
-        if bool(((distance > 1e-2 * lengths + smallest) & distance.isfinite()).any()):
-            raise NotTakenApart(
-                f"the rows of layer {seen.watched.name!r} ({type(seen.module).__name__}) are not the samples' own, as "
-                "many of each, one sample after the other: put the batch first, keep its order, and mask rows instead "
-                "of picking them"
-            )
-
     def forget(self) -> None:
         self.seen, self.edges, self.versions = [], [], []
 
@@ -126,6 +111,23 @@ def hooked(anatomy: Anatomy, plan: Plan, recorder: Recorder) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def refuse_rows_of_others(name: str, grad: Tensor | None, marked: Tensor | None, marks: Tensor) -> None:
+    """Rows are taken to be the samples' own, as many of each, one sample after the other: then each scales with the
+    mark of the loss that it is taken for. Rows picked from all samples (`x[mask]`) do not, however many they are."""
+    if grad is None or marked is None:
+        return
+    each = grad.shape[0] // len(marks) if grad.shape[0] % len(marks) == 0 else 1
+    rows, scaled = (full_precision(tensor).reshape(each * len(marks), -1) for tensor in (grad, marked))
+    wanted = rows * marks.to(rows).repeat_interleave(each).unsqueeze(1)
+    distance, lengths = (torch.linalg.vector_norm(each, dim=1) for each in (scaled - wanted, wanted))
+    smallest = 1e-6 * torch.where(lengths.isfinite(), lengths, 0.0).max()
+    if bool(((distance > 1e-2 * lengths + smallest) & distance.isfinite()).any()):
+        raise NotTakenApart(
+            f"the rows of {name} are not the samples' own, as many of each, one sample after the other: put the batch "
+            "first, keep its order, and mask rows instead of picking them"
+        )
 
 
 def refuse_reentrant_checkpoint(loss: Tensor, layers: Sequence[str]) -> None:

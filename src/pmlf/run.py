@@ -56,6 +56,12 @@ class PrivateRun:
         self._released = private_step.releases
         self._between_steps = True
 
+    def __getstate__(self) -> None:
+        raise TypeError(
+            "a run spends one budget, so it cannot be copied or pickled: save run.state_dict(), and load it into a run "
+            "that make_private builds anew"
+        )
+
     @property
     def model(self) -> nn.Module:
         return self.private_step.model
@@ -91,7 +97,8 @@ class PrivateRun:
     def batches(self) -> Iterator[LogicalBatch]:
         """The logical batches of the steps that are left, each to be given to `step` once, in order, empty ones too.
 
-        They end before the step that would pass the target epsilon.
+        They end before the step that would pass the target epsilon. A draw that was not stepped, because the loop was
+        left or the step failed, is issued again: drawing anew would let whoever decides to choose who is in it.
         """
         for batch in self._sampler.batches(self.steps_done, self.steps):
             if not self.spending.affords(batch.step):
@@ -135,6 +142,7 @@ class PrivateRun:
             self.private_step.discard()
             raise
         self._between_steps = False
+        self._sampler.passed(batch.step)
         self._released += 1
         self.private_step.release()
         self.optimizer.step()
@@ -181,6 +189,8 @@ class PrivateRun:
             spending=self.spending,
             randomness=step.noise_source,
             reproducible=step.randomness.reproducible,
+            independence=str(step.independence or "not looked at: no sample was seen since the run was built"),
+            watched=step.watched,
         )
 
     def state_dict(self) -> dict[str, Any]:

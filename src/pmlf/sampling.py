@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import Any
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pmlf.arguments import is_number, require_count
-from pmlf.batches import batch_size as size_of
-from pmlf.batches import same_batches, to_device
+from pmlf.batches import to_device
 from pmlf.noise import Randomness
+from pmlf.records import Records
 
 
 class LogicalBatch:
@@ -26,6 +26,9 @@ class LogicalBatch:
         self._chunks = chunks
         self._loaded = loaded
         self._used = False
+
+    def __getstate__(self) -> None:
+        raise TypeError("a logical batch serves one step: it cannot be copied or pickled")
 
     @property
     def used(self) -> bool:
@@ -45,15 +48,18 @@ class LogicalBatch:
         while self._chunks:
             indices = self._chunks.pop(0)
             micro_batch = next(self._loaded)
-            if size_of(micro_batch) != len(indices):
-                raise ValueError(
-                    "collate_fn returned another number of samples than were drawn: it must keep every sample, once"
-                )
             yield torch.from_numpy(indices), micro_batch
 
 
 class PoissonBatches:
-    """Logical batches drawn from a map-style dataset: every index joins independently with probability q = B/n."""
+    """Logical batches drawn from a map-style dataset: every index joins independently with probability q = B/n.
+
+    A step has one draw. Until the step is passed it is given again to whoever asks, also after an error in mid-step:
+    who draws until a wanted record is in does not sample at rate q. Draws are held in memory alone.
+
+    Records are taken one by one, unless `together` says that the dataset's own way to take several at once was seen to
+    give the same records.
+    """
 
     def __init__(
         self,
@@ -66,6 +72,7 @@ class PoissonBatches:
         num_workers: int = 0,
         device: torch.device | str = "cpu",
         lengths: NDArray[np.int64] | None = None,
+        together: bool = False,
     ) -> None:
         self.population = population(dataset)
         if not (is_number(expected_batch_size) and 0.0 < expected_batch_size <= self.population):
@@ -80,23 +87,29 @@ class PoissonBatches:
         )
         require_count("num_workers", num_workers, "it counts processes that load records", least=0, most=1000)
         self.rate = expected_batch_size / self.population
-        self._dataset = dataset
+        self._records = Records(dataset, collate_fn, together=together)
         self._randomness = randomness
         self.max_physical_batch_size = max_physical_batch_size
-        self._collate_fn = collate_fn
         self._num_workers = num_workers
         self._device = torch.device(device)
         if lengths is not None and len(lengths) != self.population:
             raise ValueError(f"lengths has {len(lengths)} numbers for {self.population} records: give one a record")
         self._lengths = lengths
+        self._drawn: dict[int, NDArray[np.int64]] = {}  # of the steps that are not passed
+
+    def __getstate__(self) -> None:
+        raise TypeError(
+            "a sampler holds draws that serve one step: it cannot be copied or pickled, build another one by "
+            "PoissonBatches(...)"
+        )
 
     def batches(self, first: int, steps: int) -> Iterator[LogicalBatch]:
-        """The logical batches of steps first, ..., steps - 1, each drawn afresh."""
+        """The logical batches of steps first, ..., steps - 1. Asking for the next passes the step of the one before."""
         draws = _Draws(self, first, steps)
         loader: DataLoader[Any] = DataLoader(
-            self._dataset,
+            cast(Dataset[Any], self._records),
             batch_sampler=draws,
-            collate_fn=self._collate_fn,
+            collate_fn=self._records.collate,
             num_workers=self._num_workers,
             generator=torch.Generator(),  # of its own: torch's global generator stays untouched
         )
@@ -106,10 +119,17 @@ class PoissonBatches:
             yield batch
             for _ in batch._load():  # left unread: move on to the next draw's first micro-batch
                 pass
+            self.passed(step)
+
+    def passed(self, step: int) -> None:
+        """Forget a step's draw. A step that is taken again from a saved state is another event, and draws afresh."""
+        self._drawn.pop(step, None)
 
     def draw(self, step: int) -> list[NDArray[np.int64]]:
-        """A fresh Poisson draw, cut into physical pieces: of records in order, or of records of like length."""
-        chosen = self._randomness.stream("sampling", step).chosen(self.population, self.rate)
+        """A step's Poisson draw, cut into physical pieces: of records in order, or of records of like length."""
+        if step not in self._drawn:
+            self._drawn[step] = self._randomness.stream("sampling", step).chosen(self.population, self.rate)
+        chosen = self._drawn[step]
         if self._lengths is not None:
             chosen = chosen[np.argsort(self._lengths[chosen], kind="stable")]
         size = self.max_physical_batch_size
@@ -142,33 +162,6 @@ class _Draws:
         self._for_caller[self._next] = list(chunks)
         self._for_loader.extend(chunks)
         self._next += 1
-
-
-def collation(
-    dataset: Any, looked_at: Sequence[int], collate_fn: Callable[[list[Any]], Any] | None
-) -> Callable[[list[int]], Any]:
-    """Batches of the records looked at, put together as a DataLoader does; each record is the same each time."""
-    collate = collate_fn or default_collate
-    alone = {index: fetched(dataset, [index])[0] for index in looked_at}
-    again = ((alone[index], fetched(dataset, [index])[0]) for index in looked_at)  # a coin may fall alike once
-    steady = takes_together(dataset) and all(same_batches(*(collate([record]) for record in both)) for both in again)
-
-    def batch_of(indices: list[int]) -> Any:
-        together = steady and len(indices) > 1  # a dataset that draws chance cannot be asked twice
-        return collate(fetched(dataset, indices) if together else [alone[index] for index in indices])
-
-    return batch_of
-
-
-def fetched(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    """Records as a DataLoader takes them: together where the dataset has a way of its own."""
-    if takes_together(dataset):
-        return list(dataset.__getitems__(list(indices)))
-    return [dataset[index] for index in indices]
-
-
-def takes_together(dataset: Any) -> bool:
-    return callable(getattr(dataset, "__getitems__", None))
 
 
 def population(dataset: Any) -> int:

@@ -65,6 +65,9 @@ class Spending:
         self._beside: dict[Event, int] = {}  # these
         self.target_epsilon = target_epsilon
 
+    def __getstate__(self) -> None:
+        raise TypeError("a budget is spent once: it cannot be copied or pickled, save its state_dict()")
+
     @property
     def dataset(self) -> str | None:
         """The ledger's."""
@@ -135,7 +138,7 @@ class Spending:
         self._ledger.spend(self._session, step=step)
 
     def epsilon(self) -> float:
-        """Of so many events as are in the ledger."""
+        """Epsilon spent by all events in the ledger."""
         if self.filtered:
             return accounting.filter_epsilon(self.tally.events, delta=self._delta)
         event = self._session.event

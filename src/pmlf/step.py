@@ -6,6 +6,7 @@ release (public from the noise on): sum -> + noise -> / B -> filter -> p.grad
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,10 @@ from pmlf.anatomy import Anatomy
 from pmlf.arguments import is_number, require_positive
 from pmlf.augmentation import Augmentation
 from pmlf.batches import batch_size, select, to_device
-from pmlf.capture import LossFunction
+from pmlf.capture import LossFunction, Rows
+from pmlf.checks.caches import made_from_synthetic_inputs
+from pmlf.checks.finding import Finding
+from pmlf.checks.watch import PointPass, Watch
 from pmlf.comparison import Subject
 from pmlf.filters import FilterMemory
 from pmlf.fingerprint import Fingerprint, fingerprint
@@ -27,8 +31,9 @@ from pmlf.gradients import SumBuffers, Workspace
 from pmlf.methods import Method, resolve
 from pmlf.momentum import CLIPPINGS, Clipping, SampleMomentum
 from pmlf.noise import LARGEST_STD, Randomness, keyed_uniforms, randomness_from, torch_seeded
-from pmlf.plan import GRADIENTS, Gradients, Plan
+from pmlf.plan import Gradients, Plan, require_known
 from pmlf.points import History
+from pmlf.swap import ModelWritten
 from pmlf.validation import check_collation, refuse_unsafe_model
 
 _MOST_IN_FLOAT32 = 64  # samples expected: beyond, rounding of the sum could pass 1e-4 of what one of them adds
@@ -47,6 +52,8 @@ class PrivateStep:
 
     `gradients="one-by-one"` gives every sample a forward and a backward pass of its own: slow, and right for models
     whose layers do not tell samples apart (LSTM, tables without a batch axis, weights used outside their layer).
+    `gradients="vmap"` gives every sample to `loss_fn` as a batch of one too, all of them at once by `torch.func`:
+    faster, for models that it takes.
     """
 
     def __init__(
@@ -63,9 +70,9 @@ class PrivateStep:
         augmentation: Augmentation | None = None,
         secure_noise: bool = False,
         gradients: Gradients = "ghost",
+        assume_independent_samples: bool = False,
     ) -> None:
-        if not isinstance(gradients, str) or gradients not in GRADIENTS:
-            raise ValueError(f"gradients={gradients!r} is not known: give one of {', '.join(GRADIENTS)}")
+        require_known(gradients)
         refuse_unsafe_model(model, gradients)
         if not callable(loss_fn):
             raise ValueError(f"loss_fn is a {type(loss_fn).__name__}: give a function of (model, batch)")
@@ -83,6 +90,8 @@ class PrivateStep:
             raise ValueError(f"clipping={clipping!r} is not known: give one of {', '.join(CLIPPINGS)}")
         if not isinstance(secure_noise, bool):
             raise ValueError(f"secure_noise={secure_noise!r} is neither True nor False")
+        if not isinstance(assume_independent_samples, bool):
+            raise ValueError(f"assume_independent_samples={assume_independent_samples!r} is neither True nor False")
         if without_noise:
             warnings.warn("noise_multiplier=0: no noise is added and nothing is private", stacklevel=2)
         self._mechanism = _Mechanism(
@@ -96,7 +105,14 @@ class PrivateStep:
         )
         self._augmentation = augmentation
         self._plan = Plan.of(model, gradients)
-        self._subject = Subject(model=model, plan=self._plan, loss_fn=loss_fn, clip_norm=self.clip_norm)
+        points = self.method.points
+        self._subject = Subject(
+            model=model,
+            plan=self._plan,
+            loss_fn=loss_fn,
+            clip_norm=self.clip_norm,
+            weights=[point.weight for point in points.at(points.depth)],
+        )
         self._workspace = Workspace()
         self._sums = SumBuffers(wide=expected_batch_size > _MOST_IN_FLOAT32)
         self._history = History(self.method.points.depth)
@@ -104,7 +120,10 @@ class PrivateStep:
         self._releases = 0
         self._pending: _Pending | None = None
         self._torn = False
-        self._first_look = FirstLook(self._subject, gradients, augmentation)
+        self._first_look = FirstLook(self._subject, gradients, augmentation, assumed=assume_independent_samples)
+
+        watches = gradients == "ghost" and not assume_independent_samples
+        self._watch = Watch(self._subject, self.randomness, expected_batch_size) if watches else None
 
     # What is checked and accounted for is fixed at the start: another loss would go unchecked, less noise uncounted.
 
@@ -156,6 +175,16 @@ class PrivateStep:
         return self.randomness.description + (hardened if self.secure_noise else "")
 
     @property
+    def independence(self) -> Finding | None:
+        """What is known about samples that might influence each other; None before any was looked at."""
+        return self._first_look.finding
+
+    @property
+    def watched(self) -> bool:
+        """Whether samples of every step are run again alone, to see that they do not influence each other."""
+        return self._watch is not None
+
+    @property
     def releases(self) -> int:
         """How many private gradients were released so far: the events to account for."""
         return self._releases
@@ -191,20 +220,34 @@ class PrivateStep:
             return
         if samples is None and self.augmentation is not None:
             samples = torch.arange(pending.samples, pending.samples + size)
-        self._first_look.at(micro_batch, size, anatomy.modes)
-        sums, before = self._sums.other_than(pending.sums, named), pending.sums
-        for part in self._plan.passes(size):
-            few = micro_batch if part == slice(0, size) else select(micro_batch, part)
-            numbers = None if samples is None else samples[part]
-            momentum = self._momentum(anatomy, few, part, numbers, pending.micro_batches)
-            momentum.write_clipped_sum(self.clip_norm, self.clipping, before, sums)
-            before = sums
+        try:
+            sums = self._added(anatomy, pending, micro_batch, size, samples)
+        except ModelWritten:
+            if not made_from_synthetic_inputs(self._subject, micro_batch):
+                raise
+            sums = self._added(Anatomy(self.model), pending, micro_batch, size, samples)
+        finally:
+            self._refuse_written(pending)
         self._pending = _Pending(
             fingerprint=pending.fingerprint,
             sums=sums,
             samples=pending.samples + size,
             micro_batches=pending.micro_batches + 1,
         )
+
+    def _added(
+        self, anatomy: Anatomy, pending: _Pending, micro_batch: Any, size: int, samples: Tensor | None
+    ) -> dict[str, Tensor]:
+        """The pending sum and a micro-batch's clipped momenta, beside it: the pending one stays as it is."""
+        sums, before = self._sums.other_than(pending.sums, self._named), pending.sums
+        rows = self._first_look.at(micro_batch, size, anatomy.modes)
+        for part in self._plan.passes(size):
+            few = micro_batch if part == slice(0, size) else select(micro_batch, part)
+            numbers = None if samples is None else samples[part]
+            momentum = self._momentum(anatomy, few, part, numbers, pending.micro_batches, rows)
+            momentum.write_clipped_sum(self.clip_norm, self.clipping, before, sums)
+            before = sums
+        return sums
 
     def release(self) -> None:
         """Add noise, divide by the expected batch size, filter, and leave the result in `p.grad`; forget the sum."""
@@ -277,20 +320,30 @@ class PrivateStep:
         return vars(self)
 
     def _momentum(
-        self, anatomy: Anatomy, batch: Any, part: slice, samples: Tensor | None, micro_batch: int
+        self, anatomy: Anatomy, batch: Any, part: slice, samples: Tensor | None, micro_batch: int, rows: Rows
     ) -> SampleMomentum:
         """v of every sample in a part of a micro-batch: gradients at the points, weighted and added."""
         points, names = self.method.points.at(self._releases), self._plan.parameters
         parameters = [anatomy.parameters[name] for name in names]
         momentum = SampleMomentum(self._plan, part.stop - part.start, len(points), self._workspace)
         views = self._views(batch, samples, len(points))
+        watched, watched_point = None, 0
+        if self._watch is not None:
+            watched, watched_point = self._watch.choice(batch, part, self._releases, micro_batch, len(points))
         for index, (point, view) in enumerate(zip(points, views, strict=True)):
             values = dict(zip(names, self._history.evaluate(point, parameters), strict=True))
             seed = self.randomness.seed_for("dropout", self._releases, micro_batch, part.start, index)
             if index or part.start:  # what the pass before this one has registered is looked at in this one
                 anatomy = Anatomy(self.model)
-            with torch_seeded(seed, parameters[0].device):
-                momentum.add_point(anatomy, values, self.loss_fn, view, point.weight)
+            if watched is None or index != watched_point:
+                with torch_seeded(seed, parameters[0].device):
+                    momentum.add_point(anatomy, values, self.loss_fn, view, point.weight, rows)
+                continue
+            with torch_seeded(seed, parameters[0].device), watched:
+                momentum.add_point(anatomy, values, self.loss_fn, view, point.weight, rows, watched.take)
+            assert self._watch is not None
+            at_point = PointPass(values=values, batch=view, seed=seed, weight=point.weight)
+            self._watch.compare(watched, at_point, proven=rows == "their own")
         return momentum
 
     def _views(self, batch: Any, samples: Tensor | None, points: int) -> Sequence[Any]:
@@ -301,7 +354,8 @@ class PrivateStep:
 
         def augmented(augmentation: Augmentation, point: int) -> Any:
             stream = self.randomness.stream("augmentation", self._releases, point)
-            return augmentation.function(batch, keyed_uniforms(stream, samples, augmentation.draws))
+            change = augmentation.function if self._plan.gradients == "ghost" else augmentation.apart
+            return change(batch, keyed_uniforms(stream, samples, augmentation.draws))
 
         if self.augmentation.per_point:
             return [augmented(self.augmentation, point) for point in range(points)]
@@ -309,7 +363,12 @@ class PrivateStep:
 
     def check_collation(self, indices: Sequence[int], batch_of: Callable[[list[int]], Any]) -> None:
         """Refuse a `batch_of` some indices by which records change each other's gradients, by padding or otherwise."""
-        check_collation(self._subject, indices, batch_of)
+        try:
+            check_collation(self._subject, indices, batch_of)
+        except ModelWritten:
+            if not made_from_synthetic_inputs(self._subject, batch_of(list(indices[:1]))):
+                raise
+            check_collation(self._subject, indices, batch_of)
 
     def check_again(self) -> None:
         """Look at the samples to come as at the first ones: those so far were synthetic."""
@@ -320,6 +379,25 @@ class PrivateStep:
             raise RuntimeError(
                 "a release was interrupted halfway: go back to a saved state (load_state_dict) or build a new step"
             )
+
+    def _refuse_written(self, pending: _Pending) -> None:
+        """Forward passes must leave every parameter unchanged, bit by bit.
+
+        The first passes over a model are checks, which restore what was written. To keep a copy at every later step would
+        cost as much memory as the gradients do, so here a parameter that was written is filled with NaN.
+        """
+        parameters = Anatomy(self.model).parameters
+        bits = zip(parameters, fingerprint(parameters.values()), pending.fingerprint, strict=True)
+        changed = [name for name, (_, now), (_, before) in bits if now != before]
+        if not changed:
+            return
+        self._pending = None
+        for name in changed:
+            parameters[name].data.fill_(math.nan)
+        raise RuntimeError(
+            f"the forward pass wrote into the parameter {changed[0]!r}, which would carry the data without noise: it "
+            "is filled with NaN now. Change the model so that it does not write its parameters, and load a checkpoint"
+        )
 
     def _unchanged(self, anatomy: Anatomy) -> tuple[dict[str, nn.Parameter], Fingerprint]:
         """The trainable parameters by name, and the fingerprint of all; refused if they are others than at the start,
@@ -335,8 +413,7 @@ class PrivateStep:
         if self._pending is not None and self._pending.fingerprint != iterate:
             raise RuntimeError(
                 "parameters changed between accumulate and release, so the pending sum is of another iterate: "
-                "call optimizer.step() only after release(), or discard() the sum; a forward pass must not rewrite "
-                "frozen parameters, which would carry the data without noise"
+                "call optimizer.step() only after release(), or discard() the sum"
             )
         return named, iterate
 

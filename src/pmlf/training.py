@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,8 +29,9 @@ from pmlf.methods import Method
 from pmlf.momentum import Clipping
 from pmlf.noise import Randomness, SecureRandomness, SeededRandomness
 from pmlf.plan import Gradients
+from pmlf.records import alone, collation, steady, takes_together
 from pmlf.run import PrivateRun
-from pmlf.sampling import PoissonBatches, collation, fetched, population, takes_together
+from pmlf.sampling import PoissonBatches, population
 from pmlf.sizing import EXAMPLES, physical_batch_size
 from pmlf.spending import Spending, continued_noise
 from pmlf.step import PrivateStep
@@ -58,6 +61,7 @@ def make_private(
     augmentation: Augmentation | None = None,
     secure_noise: bool = False,
     gradients: Gradients = "ghost",
+    assume_independent_samples: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     lengths: NDArray[np.int64] | None = None,
     num_workers: int = 0,
@@ -70,7 +74,10 @@ def make_private(
     takes (model, batch) and returns one loss a sample. The noise is calibrated to `target_epsilon`, or given.
     `seed=None` means cryptographic noise and sampling; a seed makes the run reproducible, and so not fit for release.
     `secure_noise` hardens the noise against floating-point attacks (a mitigation, at well below a per cent of a step).
-    `gradients="one-by-one"` takes models that the layers' rules refuse, one sample at a time, which is slow.
+    `gradients="vmap"` takes models that the layers' rules refuse, as far as `torch.func` takes them; `"one-by-one"`
+    takes any, one sample at a time, which is slow.
+    Samples are proven not to influence each other, and a few of every step are run again alone;
+    `assume_independent_samples=True` gives up both, and the certificate says so.
     `max_physical_batch_size="auto"` takes a size that fits memory and is fast, measured once on synthetic inputs.
     `scheduler.step()` is called once after every step. `ema` is the decay of an average of the released parameters,
     at no privacy cost (`PrivateRun.averaged_model`). `lengths`, a number a record, has records of like length share a
@@ -78,6 +85,7 @@ def make_private(
     before it is released, and the target covers all that is in it. What would break the guarantee is refused before
     any training.
     """
+    _refuse_many_processes()
     records = population(dataset)
     batch_size, epochs, steps, clip_norm = plain(batch_size), plain(epochs), plain(steps), plain(clip_norm)
     target_epsilon, noise_multiplier = plain(target_epsilon), plain(noise_multiplier)
@@ -128,13 +136,17 @@ def make_private(
         augmentation=augmentation,
         secure_noise=secure_noise,
         gradients=gradients,
+        assume_independent_samples=assume_independent_samples,
     )
+    together = False
     if collate_fn is not None or takes_together(dataset):  # else records come one by one, and are not padded
         extremes = () if lengths is None else (int(lengths.argmin()), int(lengths.argmax()))
         looked_at = sorted({*range(min(_COLLATED, records)), *extremes})
-        private_step.check_collation(looked_at, collation(dataset, looked_at, collate_fn))
+        # random ones cannot be compared, and come one by one
+        together = takes_together(dataset) and steady(dataset, looked_at, collate_fn)
+        private_step.check_collation(looked_at, collation(dataset, looked_at, collate_fn, together=together))
     if isinstance(max_physical_batch_size, str) and max_physical_batch_size == "auto":
-        example = (collate_fn or default_collate)(fetched(dataset, range(min(EXAMPLES, records))))
+        example = (collate_fn or default_collate)([alone(dataset, index) for index in range(min(EXAMPLES, records))])
         most = math.ceil(batch_size + 4 * math.sqrt(batch_size))  # hardly any draw is larger
         max_physical_batch_size = physical_batch_size(private_step, example, most=min(most, records))
     sampler = PoissonBatches(
@@ -146,6 +158,7 @@ def make_private(
         num_workers=num_workers,
         device=private_step.trained[0].device,
         lengths=lengths,
+        together=together,
     )
     average = None if ema is None else ParameterAverage(ema)
     spending = Spending(
@@ -174,6 +187,19 @@ def evaluate(
         model, dataset, logits=logits, labels=labels, batch_size=batch_size, collate_fn=collate_fn
     )
     return int(confusion.trace()) / int(confusion.sum())
+
+
+def _refuse_many_processes() -> None:
+    """One process accounts for a run: each of several would draw, release and spend by itself."""
+    group = dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
+    given = os.environ.get("WORLD_SIZE", "1")
+    launched = int(given) if given.isdecimal() else 1
+    processes = max(dist.get_world_size() if group else 1, launched)
+    if processes > 1:
+        raise ValueError(
+            f"make_private is called in one of {processes} processes (torch.distributed or WORLD_SIZE={given}), and "
+            "each would draw and spend by itself: start a single process, with python and not with torchrun"
+        )
 
 
 def _checked_delta(delta: float, records: int) -> float:

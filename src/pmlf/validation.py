@@ -15,18 +15,20 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from pmlf.anatomy import Anatomy
 from pmlf.batches import batch_size, first_repeated, same_batches, select, tensors_of, to_device, to_dtype
 from pmlf.capture import capture
+from pmlf.checks.draws import Unknown, constant_draws
 from pmlf.comparison import (
     Compared,
     Subject,
+    clipped_sum,
     compared,
     half_precision_seen,
     moved,
     singles,
     tolerance_for,
     trained,
-    undisturbed,
 )
-from pmlf.layers import NotTakenApart
+from pmlf.gradients import SumBuffers
+from pmlf.layers import NotMapped, NotTakenApart
 from pmlf.plan import Gradients
 
 _FIX = "pmlf.fix_model(model) replaces it"
@@ -43,7 +45,8 @@ def refuse_unsafe_model(model: nn.Module, gradients: Gradients = "ghost") -> Non
     for name, module in model.named_modules():
         reason = _unsafe(module)
         if reason is not None:
-            raise ValueError(f"layer {name!r} ({type(module).__name__}) {reason}")
+            where = f"layer {name!r}" if name else "the model"
+            raise ValueError(f"{where} ({type(module).__name__}) {reason}")
         trained = any(p.requires_grad for p in module.parameters())
         if isinstance(module, nn.MultiheadAttention) and trained and gradients == "ghost":
             raise NotTakenApart(
@@ -53,6 +56,8 @@ def refuse_unsafe_model(model: nn.Module, gradients: Gradients = "ghost") -> Non
 
 
 def _unsafe(module: nn.Module) -> str | None:
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return "adds up gradients of several copies before they are clipped: give the model inside it (its .module)"
     if isinstance(module, torch.jit.ScriptModule):
         return "is compiled by torch.jit, where the layers cannot be seen: give the model as it was before"
     # In eval mode, with its own statistics, it mixes nothing; in training mode every step would refuse their change.
@@ -76,12 +81,12 @@ def _unsafe(module: nn.Module) -> str | None:
     return None
 
 
-def check_samples(subject: Subject, batch: Any) -> bool:
+def check_samples(subject: Subject, batch: Any, *, proven: bool = False) -> bool:
     """Compare norm and clipped sum with plain autograd, one sample at a time, on all samples of a small batch.
 
     Both at the present parameters and at others near them: behind a head of zeros every gradient is zero and hides what
     is wrong. Dropout is off. A model that is otherwise the same in training and in eval mode is looked at in eval mode
-    alone; one that is random in training mode is seen there by its losses.
+    alone; one that is random in training mode is seen there by its losses, unless its samples are proven independent.
 
     Returns whether all samples told something, a gradient that is finite and not zero: where not, look at others.
     """
@@ -89,11 +94,11 @@ def check_samples(subject: Subject, batch: Any) -> bool:
     modes = modes_to_check(subject, batch)
     for training in modes:
         told |= _check_samples(subject, batch, training)
-    with moved(subject.model):
-        for training in modes if _can_be_taken(subject, batch, modes[0]) else ():
-            told |= _check_samples(subject, batch, training)
-    if subject.model.training and len(modes) == 1:
-        _refuse_mixed_losses(subject, batch)
+    with moved(subject) as elsewhere:
+        for training in modes if _can_be_taken(elsewhere, batch, modes[0]) else ():
+            told |= _check_samples(elsewhere, batch, training)
+    if subject.model.training and len(modes) == 1 and not proven:
+        _refuse_mixed_losses(subject, subject.at_once(batch))
     return told
 
 
@@ -103,10 +108,18 @@ def modes_to_check(subject: Subject, batch: Any) -> tuple[bool, ...]:
     Samples may be mixed in training mode only, as BatchNorm does. Randomness other than by dropout layers hides that
     from a comparison of gradients. (True,) alone for a loss that cannot be taken in eval mode.
     """
+    batch = subject.at_once(batch)
+    if subject.plan.gradients == "vmap":  # before a plain pass could leave something of these samples behind
+        _refuse_unmapped(subject, batch)
+
+    drew = False  # the losses of two seeds may happen to be alike
 
     def losses(training: bool, seed: int) -> Tensor:
-        with undisturbed(subject.model, training=training, seed=seed):
+        nonlocal drew
+        with subject.undisturbed(training=training, seed=seed):
+            before = torch.default_generator.get_state()
             parts = list(tensors_of(subject.loss_fn(subject.model, batch)))
+            drew |= training and not torch.equal(before, torch.default_generator.get_state())
             return torch.cat([part.detach().flatten().double().cpu() for part in parts]) if parts else torch.zeros(0)
 
     if subject.model.training and not _can_be_taken(subject, batch, training=False):
@@ -120,7 +133,13 @@ def modes_to_check(subject: Subject, batch: Any) -> tuple[bool, ...]:
     if not subject.model.training:
         return (False,)
     trained, again = losses(True, 0), losses(True, 1)
-    return (False,) if _same(evaluated, trained) or not _same(trained, again) else (False, True)
+    return (False,) if drew or _same(evaluated, trained) or not _same(trained, again) else (False, True)
+
+
+def _refuse_unmapped(subject: Subject, batch: Any) -> None:
+    """Raise NotMapped where vmap cannot take the loss, or something made under it is kept."""
+    with subject.undisturbed(training=subject.model.training):
+        clipped_sum(subject, batch, SumBuffers().other_than(None, trained(subject.model)))
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -130,8 +149,8 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def _can_be_taken(subject: Subject, batch: Any, training: bool) -> bool:
     """Whether the loss can be taken at all: not every one can in eval mode, or at other parameters."""
     try:
-        with undisturbed(subject.model, training=training), torch.no_grad():
-            subject.loss_fn(subject.model, batch)
+        with subject.undisturbed(training=training), torch.no_grad():
+            subject.loss_fn(subject.model, subject.at_once(batch))
     except Exception:
         return False
     return True
@@ -142,7 +161,7 @@ def _refuse_mixed_losses(subject: Subject, batch: Any) -> None:
     samples = batch_size(batch)
 
     def first_loss(of: Any, seed: int) -> tuple[float, bool]:
-        with undisturbed(subject.model, training=True, seed=seed), half_precision_seen() as half, torch.no_grad():
+        with subject.undisturbed(training=True, seed=seed), half_precision_seen() as half, torch.no_grad():
             parts = list(tensors_of(subject.loss_fn(subject.model, of)))
             return float(sum(part.reshape(samples, -1)[0].double().sum() for part in parts)), bool(half)
 
@@ -174,38 +193,60 @@ def _in_double(subject: Subject, wide: Any, training: bool) -> Subject | None:
 
 def check_losses(subject: Subject, batch: Any) -> None:
     """A sample's loss must be the same in a whole micro-batch and in a part of it, and every layer's rows its own: two
-    samples may be mixed by nothing that more are mixed by. The first ones in float64 too, where that can be had: what
-    rounding may do to one sample, many could do to each other on purpose."""
+    samples may be mixed by nothing that more are mixed by.
 
-    def losses(of: Subject, some: Any, training: bool) -> tuple[Tensor, bool]:
-        with undisturbed(of.model, training=training), half_precision_seen() as half_precision, torch.no_grad():
-            parts = list(tensors_of(of.loss_fn(of.model, some)))
+    In the modes in which the model may run, with random draws made constant; at the present parameters and at others
+    near them, since behind a head of zeros every loss is the same. The first samples in float64 too, where that can be
+    had: what rounding may do to one sample, many could do to each other on purpose.
+    """
+    modes = [mode for mode in (False, subject.model.training) if _can_be_taken(subject, batch, mode)]
+    for training in sorted(set(modes or [True])):
+        with subject.undisturbed(training=training):
+            anatomy, values, samples = Anatomy(subject.model), trained(subject.model), batch_size(batch)
+            for _ in capture(anatomy, subject.plan, values, subject.loss_fn, batch, samples, 1.0, rows="marked"):
+                pass
+        _refuse_shared_losses(subject, batch, training)
+        with moved(subject) as elsewhere:
+            if _can_be_taken(elsewhere, batch, training):
+                _refuse_shared_losses(elsewhere, batch, training)
+
+
+def _refuse_shared_losses(subject: Subject, batch: Any, training: bool) -> None:
+    few = to_dtype(select(batch, slice(0, _IN_DOUBLE)), torch.float64)
+    exact = _in_double(subject, few, training)
+    try:
+        alike = _losses_agree(subject, batch, training)
+        if exact is not None:
+            # rounding may choose another expert or maximum in float32: then the whole batch is looked at in float64
+            alike = _losses_agree(exact, few if alike else to_dtype(batch, torch.float64), training)
+    except Unknown:  # randomness that cannot be made constant: the watch makes the same draws again
+        return
+    if not alike:
+        raise ValueError(
+            "a sample's loss depends on the other samples of its batch where there are more than two: look for an "
+            "operation across axis 0 in the model or in loss_fn"
+        )
+
+
+def _losses_agree(subject: Subject, batch: Any, training: bool) -> bool:
+    """Whether samples have the same losses together and in two parts: odd ones, since they may be mixed in groups."""
+
+    def losses(some: Any) -> tuple[Tensor, bool]:
+        with (
+            subject.undisturbed(training=training),
+            half_precision_seen() as half_precision,
+            torch.no_grad(),
+            constant_draws(),
+        ):
+            parts = list(tensors_of(subject.loss_fn(subject.model, some)))
             each = [part.double().reshape(batch_size(some), -1).sum(1) for part in parts]
             return torch.stack(each).sum(0).cpu(), bool(half_precision)
 
-    def agree(of: Subject, whole: Any, training: bool) -> bool:
-        first = max(1, batch_size(whole) // 3) | 1  # odd, and no half: samples may be mixed in groups
-        together, half_precision = losses(of, whole, training)
-        apart = [losses(of, select(whole, part), training)[0] for part in (slice(0, first), slice(first, None))]
-        tolerance = tolerance_for(half_precision, of.model).relative
-        return torch.allclose(together, torch.cat(apart), rtol=2 * tolerance, atol=1e-6, equal_nan=True)
-
-    for training in modes_to_check(subject, batch):
-        with undisturbed(subject.model, training=training):
-            anatomy, values, samples = Anatomy(subject.model), trained(subject.model), batch_size(batch)
-            for _ in capture(anatomy, subject.plan, values, subject.loss_fn, batch, samples, 1.0, whose="all"):
-                pass
-        few = to_dtype(select(batch, slice(0, _IN_DOUBLE)), torch.float64)
-        exact = _in_double(subject, few, training)
-        alike = agree(subject, batch, training)
-        if exact is not None:
-            # rounding may choose another expert or maximum in float32: then the whole batch is looked at in float64
-            alike = agree(exact, few if alike else to_dtype(batch, torch.float64), training)
-        if not alike:
-            raise ValueError(
-                "a sample's loss depends on the other samples of its batch where there are more than two: look for an "
-                "operation across axis 0 in the model or in loss_fn"
-            )
+    first = max(1, batch_size(batch) // 3) | 1
+    together, half_precision = losses(batch)
+    apart = [losses(select(batch, part))[0] for part in (slice(0, first), slice(first, None))]
+    tolerance = tolerance_for(half_precision, subject.model).relative
+    return torch.allclose(together, torch.cat(apart), rtol=2 * tolerance, atol=1e-6, equal_nan=True)
 
 
 def check_collation(subject: Subject, indices: Sequence[int], batch_of: Callable[[list[int]], Any]) -> None:
@@ -241,8 +282,9 @@ def _collates(
     agree = True
     for training in modes_to_check(subject, pair):
         agree &= _settled(subject, pair, apart, training).found.agree
-        with moved(subject.model):
-            agree &= not _can_be_taken(subject, pair, training) or _settled(subject, pair, apart, training).found.agree
+        with moved(subject) as elsewhere:
+            if _can_be_taken(elsewhere, pair, training):
+                agree &= _settled(elsewhere, pair, apart, training).found.agree
     if agree:
         return told
     raise ValueError(
@@ -279,20 +321,20 @@ def _settled(subject: Subject, batch: Any, alone: Sequence[Any], training: bool)
 
     What remains in float64 is one; where that cannot be had, what remains at two other parameters too.
     """
-    with undisturbed(subject.model, training=training):
+    with subject.undisturbed(training=training):
         found = compared(subject, batch, alone)
     if found.agree:
         return _Settled(found=found, subject=subject, alone=alone)
     try:
         exact, wide = subject.in_double(), [to_dtype(part, torch.float64) for part in (batch, *alone)]
-        with undisturbed(exact.model, training=training):
+        with exact.undisturbed(training=training):
             return _Settled(found=compared(exact, wide[0], wide[1:]), subject=exact, alone=wide[1:])
     except Exception:  # a model that cannot be copied, a loss that cannot be taken in float64
         for seed in (1, 2):
-            with moved(subject.model, seed), undisturbed(subject.model, training=training):
-                elsewhere = compared(subject, batch, alone)
-            if elsewhere.agree:
-                return _Settled(found=elsewhere, subject=subject, alone=alone)
+            with moved(subject, seed) as elsewhere, elsewhere.undisturbed(training=training):
+                found_there = compared(elsewhere, batch, alone)
+            if found_there.agree:
+                return _Settled(found=found_there, subject=subject, alone=alone)
         return _Settled(found=found, subject=subject, alone=alone)
 
 
@@ -301,16 +343,22 @@ def _check_samples(subject: Subject, batch: Any, training: bool) -> bool:
     found = settled.found
     if found.agree:
         return found.told
-    with undisturbed(settled.subject.model, training=training):
+    with settled.subject.undisturbed(training=training):
         alone = [compared(settled.subject, single, [single]).agree for single in settled.alone]
     where = "randomness in training mode" if training else "randomness in eval mode"
     wrong = found.worst
     if len(alone) > 1 and all(alone):
-        raise ValueError(
+        raise NotTakenApart(
             f"a sample's gradient depends on the other samples of its batch (seen at parameter {wrong!r}): look for an "
             "operation across axis 0, a layer that puts the batch second (batch_first), positions without a batch axis "
             "(give them a leading axis of size one), rows that are not grouped by sample (of two views in one "
             f"pass, those of a sample must follow each other), or {where}"
+        )
+    if subject.plan.gradients == "vmap":
+        raise NotMapped(
+            f"the gradient of parameter {wrong!r} under vmap is not that of plain autograd: look for chance that is "
+            "not drawn by torch's functions (or with a generator), a hook on a parameter, a weight used outside its "
+            f"module, or {where}"
         )
     raise NotTakenApart(
         f"the gradient of parameter {wrong!r} does not come through its own layer's forward pass: look for a penalty "

@@ -177,9 +177,7 @@ def _releases(
     forced: bool = False,
 ) -> Floats:
     """(times, parameters): the noisy sum over a full batch / others, again and again at the same weights."""
-    step = _step(mechanism, model, loss_fn, _OTHERS, randomness)
-    if forced:
-        step._first_look.put_aside()  # it would find that samples influence each other
+    step = _step(mechanism, model, loss_fn, _OTHERS, randomness, assume_independent_samples=forced)
     found = []
     for _ in range(times):
         step.accumulate(samples)
@@ -195,6 +193,8 @@ def _step(
     loss_fn: Callable[[nn.Module, Tensor], Tensor],
     batch_size: float,
     randomness: Randomness,
+    *,
+    assume_independent_samples: bool = False,
 ) -> PrivateStep:
     return PrivateStep(
         model,
@@ -205,6 +205,7 @@ def _step(
         expected_batch_size=batch_size,
         generator=randomness,
         secure_noise=mechanism.secure_noise,
+        assume_independent_samples=assume_independent_samples,
     )
 
 

@@ -112,7 +112,7 @@ def audit_method(method: Method | str, settings: Settings, progress: Progress = 
     a claim that stands is not proven, one that is refuted is wrong.
     """
     method = resolve(method)
-    mechanism = _claimed(method, settings)
+    mechanism = claimed_mechanism(method, settings)
     scores = audited_scores(mechanism, settings.canaries, settings.randomness(method.name), progress)
     guesses = settings.guesses or settings.canaries // _GUESSED
     one_run_delta = max(_ONE_RUN_DELTA * settings.delta, _SMALLEST_DELTA)
@@ -122,18 +122,19 @@ def audit_method(method: Method | str, settings: Settings, progress: Progress = 
         delta=one_run_delta,
         claimed=_spent(mechanism, one_run_delta),
     )
-    return _report(method.name, mechanism, settings, scores, (one_run,))
+    return report_of(method.name, mechanism, settings, scores, (one_run,))
 
 
 def audit_control(control: Control, settings: Settings, progress: Progress = unheard) -> Report:
     """The same for a deliberately broken variant, which must be refuted."""
     settings = Settings(**{**asdict(settings), "sample_rate": control.sample_rate, "steps": control.steps})
-    mechanism = _claimed(dpsgd(), settings)
+    mechanism = claimed_mechanism(dpsgd(), settings)
     scores = control.scores(mechanism, settings.canaries, settings.randomness(control.name), progress)
-    return _report(control.name, mechanism, settings, scores, ())
+    return report_of(control.name, mechanism, settings, scores)
 
 
-def _claimed(method: Method, settings: Settings) -> Mechanism:
+def claimed_mechanism(method: Method, settings: Settings) -> Mechanism:
+    """What the settings claim of a method, with the noise that the accountant gives for it."""
     noise_multiplier = accounting.noise_multiplier(
         target_epsilon=settings.epsilon,
         target_delta=settings.delta,
@@ -158,7 +159,10 @@ def _spent(mechanism: Mechanism, delta: float) -> float:
     )
 
 
-def _report(subject: str, mechanism: Mechanism, settings: Settings, scores: Scores, more: tuple[Bound, ...]) -> Report:
+def report_of(
+    subject: str, mechanism: Mechanism, settings: Settings, scores: Scores, more: tuple[Bound, ...] = ()
+) -> Report:
+    """The bounds that scores of two sides give, and `more`."""
     inside, outside = scores.inside, scores.outside
     measured = {"Clopper-Pearson": bounds.raw_epsilon(inside, outside, settings.delta, settings.confidence)}
     if mechanism.sample_rate == 1.0:  # only then is the claim a Gaussian one

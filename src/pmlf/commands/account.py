@@ -44,15 +44,7 @@ class Account(Budget, Command):
     def _check(self, path: Path) -> int:
         from pmlf import certificate
 
-        document = certificate.read(path)
-        found = certificate.claims(document) if certificate.intact(document) else ()
-        reason = None
-        if not found:
-            reason = certificate.CHANGED
-        elif document["epsilon"] is None:
-            reason = certificate.UNBOUNDED
-        elif not all(claim.holds for claim in found):
-            reason = "its own numbers give a larger epsilon than it states"
+        found, reason = certificate.examined(certificate.read(path))
         self.show(
             {
                 "holds": reason is None,

@@ -11,6 +11,7 @@ import tyro
 from pmlf.commands.common import Command
 from pmlf.experiments.display import facts
 from pmlf.experiments.spec import shown_default
+from pmlf.files import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,8 @@ class Report(Command):
     """A page of what `pmlf reproduce` has run, beside the paper's own numbers: one HTML file that needs nothing else.
 
     Folders are those that `pmlf reproduce` wrote (its --out), and those of `pmlf train --diagnostics`. The same tables
-    as Markdown and LaTeX, and the charts as pictures, are written where they are asked for.
+    as Markdown and LaTeX, and the charts as pictures, are written where they are asked for. Diagnostics are sensitive:
+    a page or Markdown that shows them is for your eyes alone (mode 0600).
     """
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[DIR ...]")] = (
@@ -46,9 +48,9 @@ class Report(Command):
                 raise ValueError(f"{str(file)!r} is in no folder that exists: make {str(file.parent)!r} first")
         records, diagnostics = summary.read(self.folders)
         written = {"page": self.out}
-        self.out.write_text(page.render(records, diagnostics))
+        _write(self.out, page.render(records, diagnostics), sensitive=bool(diagnostics))
         if self.markdown is not None:
-            self.markdown.write_text(text.markdown(records, diagnostics))
+            _write(self.markdown, text.markdown(records, diagnostics), sensitive=bool(diagnostics))
             written["markdown"] = self.markdown
         if self.latex is not None:
             self.latex.write_text(text.latex(records))
@@ -59,3 +61,14 @@ class Report(Command):
         document = {name: str(path) for name, path in written.items()}
         self.show({"records": [record.key for record in records], **document}, facts(list(document.items())))
         return 0
+
+
+def _write(path: Path, text: str, *, sensitive: bool) -> None:
+    if not sensitive:
+        path.write_text(text)
+        return
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ValueError(
+            f"{str(path)!r} is a link or a device, and what shows diagnostics is for you alone: name a plain file"
+        )
+    write_atomically(path, text.encode())

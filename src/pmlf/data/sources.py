@@ -45,7 +45,12 @@ class Source:
         load_dataset = _load_dataset(self.name)
         try:  # streaming: read in place, without a second copy in a cache of the library
             rows = load_dataset(
-                reader, data_files=[str(file) for file in files], split="train", streaming=True, **options
+                reader,
+                data_files=[str(file) for file in files],
+                split="train",
+                streaming=True,
+                trust_remote_code=False,
+                **options,
             )
             yield from self._checked(split, rows.with_format("arrow").iter(batch_size=ROWS_PER_READ), columns)
         except _Refused as error:

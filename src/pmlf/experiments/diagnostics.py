@@ -153,7 +153,7 @@ class Probe:
         for point in points:
             values = self._history.evaluate(point, step.trained)
             named = dict(zip(self._plan.parameters, values, strict=True))
-            momentum.add_point(Anatomy(step.model), named, self._losses, self._batch, point.weight)
+            momentum.add_point(Anatomy(step.model), named, self._losses, self._batch, point.weight, "their own")
         sums = {name: torch.zeros_like(p) for name, p in zip(self._plan.parameters, step.trained, strict=True)}
         norms = momentum.write_clipped_sum(step.clip_norm, step.clipping, None, sums)
         return self._sketch.of([sums[name] for name in self._plan.parameters]) / self._count, norms

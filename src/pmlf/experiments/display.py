@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,12 @@ from rich.table import Table
 from pmlf.experiments.results import RunResult
 
 if TYPE_CHECKING:  # torch behind it takes seconds to import
-    from pmlf.audit import Report
+    from pmlf.audit import ModelReport, Report
     from pmlf.certificate import Claim
     from pmlf.filter_report import FilterReport
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_MOST_MOVES_NAMED = 3
 
 
 def percent(fraction: float | None) -> str:
@@ -210,6 +212,50 @@ def audit_table(reports: Sequence[Report]) -> Table:
                 style="bold" if bound.refutes else None,
             )
     return table
+
+
+def sensitivity_table(reports: Sequence[ModelReport]) -> Table:
+    """A row a model: how far the worst record found moves the clipped sum."""
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("audited")
+    for heading in ("sum moved by", "in float64", "tried", "refused"):
+        table.add_column(heading, justify="right")
+    table.add_column("claim")
+    for report in reports:
+        found = report.sensitivity
+        table.add_row(
+            report.subject,
+            f"{found.multiple:.6f} C",
+            "-" if found.exact is None else f"{found.exact:.6f} C",
+            str(found.evaluations),
+            str(found.refused),
+            "stands" if found.holds else "REFUTED",
+            style=None if found.holds else "bold",
+        )
+    return table
+
+
+def worst_records(reports: Sequence[ModelReport]) -> str:
+    """Where each worst record was found and by which moves, never what is in it."""
+    rows = []
+    for report in reports:
+        found = report.sensitivity
+        mode = "training" if found.training else "eval"
+        where = f"example {found.example} beside {found.others} others, {mode} mode, release {found.releases + 1}"
+        rows.append((report.subject, f"{where}; {_counted(found.moves)}"))
+    return facts(rows)
+
+
+def _counted(moves: Sequence[str]) -> str:
+    """Moves by name, those made most often first.
+
+    >>> _counted(["scale", "make zero", "scale"])
+    '2 x scale, 1 x make zero'
+    """
+    counts = Counter(moves).most_common(_MOST_MOVES_NAMED)
+    rest = len(moves) - sum(count for _, count in counts)
+    named = [f"{count} x {name}" for name, count in counts] + ([f"{rest} more moves"] if rest else [])
+    return ", ".join(named) or "as it is"
 
 
 def plot_accuracy(results: Sequence[RunResult], path: Path) -> None:

@@ -1,16 +1,17 @@
 """The folder of a run: what is in it, how a run that was cut off is found again, and what it must not have changed.
 
+It is for the user alone (`pmlf.files`): the weights and the certificate are released, and the rest is not.
+
 spec.json          what the run is
 ledger.jsonl       what it has spent, unless it shares a ledger elsewhere
 checkpoint.safetensors     where to go on; gone when the run is finished
-diagnostics.json   on demand, and sensitive
+diagnostics.json   on demand
 metrics.jsonl, model.safetensors (model-ema), certificate.json, certificate.html, result.json     when it has ended
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import nn
 from pmlf import certificate, certificate_page, checkpoint
 from pmlf.experiments.results import Evaluation, RunResult
 from pmlf.experiments.spec import RunSpec, flag
-from pmlf.files import is_partial, write_atomically, write_json
+from pmlf.files import new_folder, partial_name, remove_flat, write_atomically, write_json
 from pmlf.ledger import refuse_in_use
 from pmlf.run import PrivateRun
 
@@ -52,12 +53,13 @@ class RunFolder:
     def make(self, spec: RunSpec) -> None:
         """Claim the name."""
         self._made = [parent for parent in self.path.parents if not parent.exists()]
-        self.path.mkdir(parents=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new_folder(self.path)
         self.write_spec(spec)
 
     def remove(self) -> None:
         """Leave nothing behind: neither the folder nor those that were made for it."""
-        shutil.rmtree(self.path)
+        remove_flat(self.path)
         for parent in self._made:
             if not any(parent.iterdir()):
                 parent.rmdir()
@@ -68,17 +70,26 @@ class RunFolder:
             return False
         if self._checkpoint.exists() or (self.path / "result.json").exists():
             return True
-        entries = {entry.name for entry in self.path.iterdir() if not is_partial(entry)}
-        ledger_lines = self.own_ledger.read_bytes().count(b"\n") if self.own_ledger.exists() else 0
-        if entries - {"spec.json", self.own_ledger.name} or ledger_lines > 1:
+        if not self._cut_off_at_once():
             raise ValueError(
                 f"{str(self.path)!r} holds neither a finished run nor a checkpoint to go on from: give the folder of a "
                 "run, or a new one"
             )
         if self.own_ledger.exists():
             refuse_in_use(self.own_ledger)
-        shutil.rmtree(self.path)
+        remove_flat(self.path)
         return False
+
+    def _cut_off_at_once(self) -> bool:
+        """Whether this is all that a run has left which was cut off before its first checkpoint, and nothing else."""
+        files = {"spec.json", self.own_ledger.name}
+        partials = {partial_name(name) for name in ("spec.json", self._checkpoint.name)}
+        found = {entry.name for entry in self.path.iterdir()}
+        if found - files - partials:
+            return False
+        if found & files:
+            self._written_spec()  # the first file that a run writes: without it the others are somebody else's
+        return not self.own_ledger.exists() or self.own_ledger.read_bytes().count(b"\n") <= 1
 
     def spec(self) -> RunSpec:
         """As it was when the run began or last went on: its checkpoint's, which a digest guards, if there is one."""
@@ -126,8 +137,9 @@ class RunFolder:
         document = {**private.certificate(), "spec_digest": self._written_spec().digest()}
         document["not_accounted_for"] += also_not_accounted_for
         document = certificate.sealed(document)
-        write_json(self.path / "certificate.json", document)
-        write_atomically(self.path / "certificate.html", certificate_page.page(document).encode())
+        write_json(self.path / "certificate.json", document, released=True)
+        page = certificate_page.page(document).encode()
+        write_atomically(self.path / "certificate.html", page, released=True)
 
     def write_diagnostics(self, document: Mapping[str, Any]) -> None:
         """Sensitive: there only on demand."""
@@ -154,7 +166,7 @@ class RunFolder:
     def _write_weights(self, name: str, model: nn.Module) -> None:
         # copies: safetensors refuses tied weights, which share their memory
         weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-        write_atomically(self.path / name, safetensors.torch.save(weights))
+        write_atomically(self.path / name, safetensors.torch.save(weights), released=True)
 
 
 def continued(stored: RunSpec, asked: RunSpec) -> RunSpec:

@@ -137,7 +137,7 @@ def write_record(plan: Plan) -> dict[str, Any]:
             "command": before.command if fewer else plan.command,
             "cells": cells,
         }
-        write_atomically(plan.record_path, _lines(record).encode())
+        write_atomically(plan.record_path, _lines(record).encode(), released=True)
     return record
 
 

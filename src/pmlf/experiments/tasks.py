@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, default_collate
 
 from pmlf import data, models
 from pmlf.arguments import require_count
@@ -50,6 +50,12 @@ class Task:
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
         """Cross-entropy, one number a sample."""
         return F.cross_entropy(self.logits(model, batch), self.labels(batch), reduction="none")
+
+    def unprotected(self, count: int) -> Any:
+        """A batch of the first records that the task is judged on: epsilon covers training records alone."""
+        records = next(iter(self.judged_on.values()))
+        require_count("examples", count, "they are records that the task is judged on", least=2, most=_length(records))
+        return (self.collate_fn or default_collate)([records[index] for index in range(count)])
 
     def scores(self, model: nn.Module) -> dict[str, Score]:
         """How well a model does on each split it is judged on."""

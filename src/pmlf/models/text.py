@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pmlf.arguments import require_count
 from pmlf.hub import snapshot
 from pmlf.models.seeding import seeded
 
+_ATTENTION_KEYS = ("attn_implementation", "_attn_implementation")  # either may name a kernel of the hub
 _FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]  # never a pickle, which can run code
 
 
@@ -32,16 +34,29 @@ def load_classifier(name: str, *, classes: int, seed: int | None = None, lora_ra
 
     `name` is a model of the hub or a folder with config.json, model.safetensors and a tokenizer. With `lora_rank` the
     pretrained weights are frozen and every linear layer gets an update of that rank. The new weights follow the seed.
+    No code that comes with a model is ever run, and nobody is asked whether it should be.
+
+    Raises:
+        ValueError: the model asks for code of its own, is an adapter of another model, or cannot be read.
     """
     transformers = _transformers(name)
     if lora_rank is not None:
         require_count("lora_rank", lora_rank, "it is the rank of the updates, 8 for example")
     folder = _folder(name)
+    _refuse_code(name, folder)
+    _refuse_adapter(name, folder)
     try:
         with _silence(transformers), seeded(seed):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
             model = transformers.AutoModelForSequenceClassification.from_pretrained(
-                folder, num_labels=classes, use_safetensors=True, local_files_only=True, ignore_mismatched_sizes=True
+                folder,
+                num_labels=classes,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,  # None, the default, asks on the terminal
+                ignore_mismatched_sizes=True,
             )
             longest = _longest(model, tokenizer)
             if lora_rank is not None:
@@ -71,6 +86,45 @@ def _folder(name: str) -> Path:
         return Path(name)
     instead = "give --model DIR, a folder with config.json, model.safetensors and a tokenizer"
     return snapshot(name, "model", _FILES, extra="text", instead=instead)
+
+
+def _refuse_code(name: str, folder: Path) -> None:
+    """Refuse what asks for code of its own, also where a class of transformers could stand in for it: it would be
+    another model than the folder's."""
+    for file in sorted(folder.glob("*config*.json")):
+        try:
+            document = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # which transformers cannot read either
+            continue
+        for key in _asking_for_code(document):
+            raise ValueError(
+                f"{name!r} wants to run its own code ({key!r} in its {file.name}), and pmlf never runs code that comes "
+                "with a model: there is no --trust-remote-code. Give a model of an architecture that transformers "
+                f"itself has; if this is one, remove {key!r} from {file.name} in a copy of its folder"
+            )
+
+
+def _asking_for_code(document: Any) -> Iterator[str]:
+    """The keys, at any depth, that make transformers fetch or run code."""
+    if isinstance(document, list):
+        for item in document:
+            yield from _asking_for_code(item)
+    if not isinstance(document, dict):
+        return
+    for key, value in document.items():
+        if (key == "auto_map" and value) or (key in _ATTENTION_KEYS and "/" in json.dumps(value)):
+            yield key
+        else:
+            yield from _asking_for_code(value)
+
+
+def _refuse_adapter(name: str, folder: Path) -> None:
+    """An adapter names the model that it changes, in any place, and freezes it when it is loaded."""
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{name!r} is an adapter of another model (adapter_config.json): give the model itself, with --lora-rank "
+            "for new updates, or a folder into which peft's merge_and_unload and save_pretrained have put both"
+        )
 
 
 def _with_lora(model: nn.Module, rank: int) -> nn.Module:

@@ -1,0 +1,191 @@
+"""A model as the audit sees it: the sums that its private steps release of two batches that differ by one record.
+
+Everything runs through `PrivateStep` on a copy of the model. The expected batch size is declared to be 1, which only
+scales what is released, so that a gradient without noise and filter is the clipped sum itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pmlf.batches import batch_size, select, tensors_of, to_dtype
+from pmlf.capture import LossFunction
+from pmlf.filters import LowPass
+from pmlf.methods import Method
+from pmlf.noise import SeededRandomness, Stream
+from pmlf.step import PrivateStep
+
+Neighbour = Literal["left out", "replaced"]
+
+_STRIDE, _SHORTEST_STRIDE = 0.1, 0.002  # of an update: relative to the parameters, and for each where they are zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audited:
+    """A model and its loss under a method, with a batch of examples. `parts` and `checked` are for broken variants:
+    steps of several methods whose releases are added up, and without the library's checks."""
+
+    model: nn.Module
+    loss_fn: LossFunction
+    examples: Any
+    method: Method
+    clip_norm: float
+    parts: tuple[Method, ...] = ()
+    checked: bool = True
+
+    def without_checks(self) -> Audited:
+        """The same where what is released is measured, and was checked before."""
+        return replace(self, checked=False)
+
+    def in_double(self) -> Audited:
+        """The same in float64."""
+        wide = copy.deepcopy(self.model).double()
+        return replace(self, model=wide, examples=to_dtype(self.examples, torch.float64))
+
+
+class RunRandomness(SeededRandomness):
+    """Streams of one run after another: `run` numbers the one under way, so that a step put back to its start draws
+    anew, and an observer's step of the same run draws the same dropout."""
+
+    run = 0
+
+    def stream(self, purpose: str, *numbers: int) -> Stream:
+        return super().stream(purpose, self.run, *numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Where a run is: released values, which an observer has too."""
+
+    releases: int
+    parameters: Sequence[Tensor]
+    histories: Sequence[dict[str, Any]]
+
+
+class Releases:
+    """What the private steps of an audited model release, on a copy of it in training or in eval mode."""
+
+    def __init__(
+        self,
+        audited: Audited,
+        *,
+        training: bool,
+        randomness: RunRandomness,
+        noise_multiplier: float = 0.0,
+        filtered: bool = False,
+    ) -> None:
+        self.clip_norm = audited.clip_norm
+        self._model = copy.deepcopy(audited.model)
+        if not training:
+            self._model.eval()
+        methods = audited.parts or (audited.method,)
+        if not filtered:
+            methods = tuple(replace(method, low_pass=LowPass()) for method in methods)
+        noises = [noise_multiplier, *[0.0] * (len(methods) - 1)]
+        self._steps = [
+            self._step(audited, method, noise, randomness) for method, noise in zip(methods, noises, strict=True)
+        ]
+        self._blank = [step.state_dict() for step in self._steps]
+
+    def _step(self, audited: Audited, method: Method, noise: float, randomness: RunRandomness) -> PrivateStep:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="noise_multiplier=0")
+            return PrivateStep(
+                self._model,
+                _weighted(audited.loss_fn),
+                method=method,
+                clip_norm=audited.clip_norm,
+                noise_multiplier=noise,
+                expected_batch_size=1.0,
+                generator=randomness,
+                assume_independent_samples=not audited.checked,
+            )
+
+    def of(self, batch: Any, weights: Tensor) -> Tensor:
+        """One release of a logical batch, as a vector; `weights` multiply its samples' losses."""
+        total: Tensor | None = None
+        for step in self._steps:
+            try:
+                if len(weights):
+                    step.accumulate((batch, weights))
+            except BaseException:
+                step.discard()
+                raise
+            step.release()
+            found = torch.cat([p.grad.flatten() for p in step.trained if p.grad is not None]).double().cpu()
+            total = found if total is None else total.add_(found)
+        assert total is not None
+        return total
+
+    def update(self, gradient: Tensor) -> None:
+        """Move the parameters along a release by a tenth of their norm: an update of no method's own scale."""
+        trained = self._steps[0].trained
+        count = sum(parameter.numel() for parameter in trained)
+        norm = math.sqrt(sum(float(parameter.detach().double().square().sum()) for parameter in trained))
+        length = _STRIDE * norm + _SHORTEST_STRIDE * math.sqrt(count)
+        scale = length / float(gradient.norm()) if bool(gradient.any()) else 0.0
+        for parameter, part in zip(trained, gradient.split([p.numel() for p in trained]), strict=True):
+            parameter.data.sub_((scale * part).reshape(parameter.shape).to(parameter))
+
+    @property
+    def now(self) -> Moment:
+        return Moment(
+            releases=self._steps[0].releases,
+            parameters=[parameter.detach().clone() for parameter in self._steps[0].trained],
+            histories=[step.state_dict()["history"] for step in self._steps],
+        )
+
+    def go_to(self, moment: Moment) -> None:
+        """Parameters, past iterates and the count of releases as they were; filters, if any, are at their start."""
+        for parameter, value in zip(self._steps[0].trained, moment.parameters, strict=True):
+            parameter.data.copy_(value)
+        for step, blank, history in zip(self._steps, self._blank, moment.histories, strict=True):
+            step.load_state_dict({**blank, "releases": moment.releases, "history": history})
+
+    def without_last(self, batch: Any, moment: Moment, neighbour: Neighbour) -> Tensor:
+        """The sum without the last record; or with a copy of the first in its place whose loss is taken times 0."""
+        self.go_to(moment)
+        size = batch_size(batch)
+        if neighbour == "left out":
+            return self.of(select(batch, slice(0, size - 1)), torch.ones(size - 1))
+        stand_in = copy.deepcopy(batch)
+        for tensor in tensors_of(stand_in):
+            tensor[-1] = tensor[0]
+        weights = torch.ones(size)
+        weights[-1] = 0.0
+        return self.of(stand_in, weights)
+
+    def with_last(self, batch: Any, moment: Moment) -> Tensor:
+        self.go_to(moment)
+        return self.of(batch, torch.ones(batch_size(batch)))
+
+
+def walk(releases: Releases, examples: Any, steps: int) -> list[Moment]:
+    """The moments of a short run on the examples, the first of them at the model as it is."""
+    moments = [releases.now]
+    weights = torch.ones(batch_size(examples))
+    for _ in range(steps - 1):
+        releases.update(releases.of(examples, weights))
+        moments.append(releases.now)
+    return moments
+
+
+def _weighted(loss_fn: LossFunction) -> LossFunction:
+    """The loss of (records, weights): each sample's times its weight. What is no loss a sample is left as it is."""
+
+    def weighted(model: nn.Module, batch: tuple[Any, Tensor]) -> list[Any]:
+        records, weights = batch
+        result = loss_fn(model, records)
+        parts = result.values() if isinstance(result, Mapping) else result
+        parts = list(parts) if not isinstance(parts, Tensor) and isinstance(parts, Iterable) else [parts]
+        return [part * weights if isinstance(part, Tensor) and part.shape == weights.shape else part for part in parts]
+
+    return weighted

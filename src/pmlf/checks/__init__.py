@@ -1,0 +1,1 @@
+"""What cannot be private, found before or while a model trains."""

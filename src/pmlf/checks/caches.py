@@ -1,0 +1,61 @@
+"""Constants that a model makes when it first runs: tables of positions, masks, rotations.
+
+A forward pass may write nothing into a model. What follows from the shapes of its input alone can be made beforehand,
+from synthetic inputs of those shapes, which hold nothing of any record.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pmlf.anatomy import Anatomy
+from pmlf.batches import same_bits, synthetic
+from pmlf.checks.draws import constant_draws
+from pmlf.comparison import Subject
+from pmlf.noise import SeededRandomness
+from pmlf.swap import tensors_held
+
+
+def made_from_synthetic_inputs(subject: Subject, batch: Any) -> bool:
+    """Run the model on a synthetic batch of the same shapes, so that what it writes by itself is there.
+
+    Done only if two such batches have it write the same, and no parameter. Returns whether it was; if not, the model is
+    as before.
+    """
+    inputs = [synthetic(batch, SeededRandomness(seed).stream("caches")) for seed in (0, 1)]
+    try:
+        copies = [copy.deepcopy(subject.model) for _ in inputs]
+        for model, some in zip(copies, inputs, strict=True):
+            _run(subject, model, some)
+    except Exception:  # a model that cannot be copied, a loss that takes no synthetic inputs
+        return False
+    states = [_state(model) for model in copies]
+    parameters: dict[str, Tensor] = dict(Anatomy(copies[0]).parameters)
+    if not _same(*states) or not _same(parameters, dict(Anatomy(subject.model).parameters)):
+        return False
+    _run(subject, subject.model, inputs[0])
+    return True
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
+
+
+def _run(subject: Subject, model: nn.Module, batch: Any) -> None:
+    with torch.no_grad(), constant_draws():
+        subject.loss_fn(model, batch)
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor that a model holds: parameters, buffers and those in attributes."""
+    anatomy = Anatomy(model)
+    found: dict[str, Tensor] = {**anatomy.parameters, **anatomy.buffers}
+    for name, module in anatomy.modules.items():
+        for attribute, tensors in tensors_held(module).items():
+            found |= {f"{name}.{attribute}[{place}]": tensor for place, tensor in enumerate(tensors)}
+    return found

@@ -1,0 +1,240 @@
+"""Proof that no operation of a loss carries data from one sample to another, on the path that it takes.
+
+The batch is spread over pretended devices, one sample on each (`sharding`), and the loss and its gradients are computed
+on one of them. If no operation asks for another device's data, this sample's loss and gradients follow from this sample
+and the parameters alone. What sharding rules do not cover is compared: with random draws made constant, the loss is the
+one that the sample has in the plain batch and alone. The same twice, for two numbers of samples that are no other size
+in the model, so that a sample axis is not taken for another axis or for a number.
+
+The rows of every layer whose gradients are taken are seen to be the samples' own, in order, in the same run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves
+
+from pmlf.anatomy import Anatomy
+from pmlf.batches import batch_size, picked, select, tensors_of
+from pmlf.capture import LossFunction, per_sample_loss
+from pmlf.checks.draws import Unknown, constant_draws
+from pmlf.checks.finding import PROVEN, Finding
+from pmlf.checks.sharding import (
+    Observer,
+    SamplesMeet,
+    Shards,
+    is_by_sample,
+    local,
+    on_rows,
+    sharded,
+)
+from pmlf.plan import Plan
+from pmlf.swap import swapped
+
+_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2  # relative, of a loss alone and in a batch: rounding
+_LIBRARIES = (str(Path(torch.__file__ or "").parent), str(Path(__file__).parents[1]))
+# Operations that only look at a tensor in another shape: their rules are cautious, and a sample's rows may be its own.
+_LAYOUTS = (
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "permute",
+    "transpose",
+    "unflatten",
+    "flatten",
+    "expand",
+    "repeat",
+    "split",
+    "cat",
+    "stack",
+)
+
+
+def prove(model: nn.Module, plan: Plan, loss_fn: LossFunction, batch: Any) -> Finding:
+    """Look for data that flows between samples while the loss of a batch, and its gradients, are computed.
+
+    The model is in the mode in which it trains, and is left as it was. The batch's records stand for others of the same
+    shapes: the finding holds for the path that the program takes with them.
+    """
+    hooked = _backward_hooks(model)
+    if hooked is not None:
+        return Finding(reason=f"{hooked} has a hook on its gradient, which may change it")
+    if not all(isinstance(value, Tensor) for value in tree_leaves(batch) if value is not None):
+        return Finding(reason="the batch holds lists of values that are no tensors, which cannot be followed")
+    observers: list[Observer] = []
+    try:
+        with _generators_watched(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is tried here, none is about training
+            first, second = _numbers_of_samples(model, batch)
+            _prove(model, plan, loss_fn, _some(batch, first), first, observers, backward=True)
+            _prove(model, plan, loss_fn, _some(batch, second), second, observers, backward=False)
+    except Exception as error:  # whatever a rule, a model or a loss raises where a proof is tried
+        return _explained(error, observers[-1].operation if observers else "")
+    return PROVEN
+
+
+def _prove(
+    model: nn.Module,
+    plan: Plan,
+    loss_fn: LossFunction,
+    rows: Any,
+    samples: int,
+    observers: list[Observer],
+    *,
+    backward: bool,
+) -> None:
+    anatomy = Anatomy(model)
+    rank = samples // 2
+    device = next(iter(anatomy.parameters.values())).device
+    with constant_draws(), torch.no_grad(), swapped(anatomy, _copies(anatomy)) as swap:
+        among_others = per_sample_loss(loss_fn(model, rows), samples, differentiable=False)[rank]
+    if swap.written:
+        raise Unknown(f"the forward pass writes {swap.written[0]!r}")
+    with sharded(samples, rank, device) as (shards, observer):
+        observers.append(observer)
+        replacements: dict[int, Tensor] = {}
+        for name, parameter in anatomy.parameters.items():
+            if name in plan.expanded:
+                spread = shards.own_row(parameter.detach().expand(samples, *parameter.shape[1:]))
+            else:
+                spread = shards.replicated(parameter)
+            replacements[id(parameter)] = spread.requires_grad_(parameter.requires_grad)
+        replacements |= {id(buffer): shards.replicated(buffer) for buffer in anatomy.buffers.values()}
+        leaves = [leaf for leaf in replacements.values() if leaf.requires_grad]
+        with torch.enable_grad(), swapped(anatomy, replacements), _layers_seen(anatomy, plan, shards):
+            loss = per_sample_loss(loss_fn(model, on_rows(rows, shards)), samples)
+            observer.operation = "the loss"
+            if not is_by_sample(loss, samples):
+                raise SamplesMeet("is not one number of each sample")
+            _refuse_own_functions(loss)
+            value = local(loss).detach()[0]
+            if backward:
+                torch.autograd.grad(loss, leaves, torch.ones_like(loss), allow_unused=True)
+    with constant_draws(), torch.no_grad():
+        alone = per_sample_loss(loss_fn(model, select(rows, slice(rank, rank + 1))), 1, differentiable=False)[0]
+    values = [float(part) for part in (value, among_others, alone)]
+    half = loss.dtype in (torch.bfloat16, torch.float16) or any(
+        p.dtype in (torch.bfloat16, torch.float16) for p in anatomy.parameters.values()
+    )
+    allowed = (_HALF_TOLERANCE if half else _TOLERANCE) * max(map(abs, values)) + 1e-6
+    if max(values) - min(values) > allowed:
+        raise Unknown("the loss of a sample is another one alone, in a batch or at another place in it")
+    if not all(map(np.isfinite, values)):
+        raise Unknown("the loss is not finite")
+
+
+@contextmanager
+def _layers_seen(anatomy: Anatomy, plan: Plan, shards: Shards) -> Iterator[None]:
+    """Every layer whose gradients are taken must return the samples' own rows, one sample after the other. What is the
+    same for all samples, with or without a batch axis, is handed out row by row, as in a step."""
+
+    def look(name: str) -> Callable[..., Any]:
+        def seen(module: nn.Module, inputs: Any, output: Any) -> Tensor | None:
+            if not isinstance(output, Tensor):
+                raise Unknown(f"the layer {name!r} returns no tensor")
+            if is_by_sample(output, shards.samples):
+                return None
+            rows = shards.rows_of_all(output)
+            if rows is None:
+                raise Unknown(f"the rows that the layer {name!r} returns are not one part for each sample")
+            return rows
+
+        return seen
+
+    handles = [
+        anatomy.modules[watched.name].register_forward_hook(look(watched.name), prepend=True)
+        for watched in plan.watched
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _copies(anatomy: Anatomy) -> dict[int, Tensor]:
+    """Buffers to write to: what is done to them is looked at and dropped."""
+    return {id(buffer): buffer.detach().clone() for buffer in anatomy.buffers.values()}
+
+
+def _numbers_of_samples(model: nn.Module, batch: Any) -> tuple[int, int]:
+    """Two primes that are no size, nor a divisor of a size, of a parameter, a buffer or the batch."""
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
+    sizes = {size for tensor in tensors for size in tensor.shape if size > 1}
+    free = [prime for prime in _PRIMES if all(size % prime for size in sizes)]
+    no_size = [prime for prime in _PRIMES if prime not in sizes and prime not in free]
+    first, second = [*free, *no_size, 53, 59][:2]
+    return first, second
+
+
+def _some(batch: Any, samples: int) -> Any:
+    """So many of a batch's samples, some twice where it has fewer; the last is the first again."""
+    size = batch_size(batch)
+    return picked(batch, [index % max(1, min(size, samples - 1)) for index in range(samples)])
+
+
+def _backward_hooks(model: nn.Module) -> str | None:
+    """The name of a parameter or module with a hook in the backward pass: a copy would not have it."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return f"the parameter {name!r}"
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"the module {name!r}"
+    return None
+
+
+def _refuse_own_functions(loss: Tensor) -> None:
+    """A custom `autograd.Function` may do in its backward pass what it likes."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction) and not type(node).__module__.startswith("torch."):
+            raise Unknown(f"{node.name()} is an autograd.Function with a backward pass of its own")
+        waiting.extend(following for following, _ in node.next_functions)
+
+
+@contextmanager
+def _generators_watched() -> Iterator[None]:
+    """Draws from Python's and NumPy's generators cannot be made constant."""
+    before, numpy_before = random.getstate(), np.random.get_state()
+    try:
+        yield
+        numpy_after: Any = np.random.get_state()
+        same = all(np.array_equal(one, other) for one, other in zip(numpy_before, numpy_after, strict=True))
+        if random.getstate() != before or not same:
+            raise Unknown("draws from a generator of Python or NumPy")
+    finally:
+        random.setstate(before)
+        np.random.set_state(numpy_before)
+
+
+def _explained(error: Exception, operation: str) -> Finding:
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, contextlib.__file__))]
+    where = f" ({Path(users[-1].filename).name}, line {users[-1].lineno}: {users[-1].line})" if users else ""
+    asks = any(Path(frame.filename).name in ("_functional_collectives.py", "_redistribute.py") for frame in frames)
+    if isinstance(error, SamplesMeet):
+        return Finding(samples_meet=True, reason=f"{operation} {error}{where}")
+    if isinstance(error, Unknown):
+        return Finding(reason=f"{error}{where}")
+    if asks:
+        layout = operation.removeprefix("aten.").split(".")[0] in _LAYOUTS
+        return Finding(samples_meet=not layout, reason=f"{operation} needs the data of several samples{where}")
+    return Finding(reason=f"{operation} has no rule ({type(error).__name__}){where}")

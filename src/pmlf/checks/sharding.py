@@ -1,0 +1,182 @@
+"""A batch spread over pretended devices, one sample on each, of which this process is one.
+
+PyTorch knows for nearly every operation whether it can run on a batch that is split along an axis without asking other
+devices for data (`torch.distributed.tensor`). Here no other device exists: an operation that asks is stopped and named.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pmlf.checks.draws import ConstantDraws, Unknown, plain_formulas
+from pmlf.checks.rewrites import REWRITES
+
+aten = torch.ops.aten
+_READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+# What shows a sharded tensor's values to Python without an operation that could be seen.
+_UNSEEN_READS: set[Any] = {
+    Tensor.tolist,
+    Tensor.apply_,
+    Tensor.map_,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.__repr__,
+    Tensor.__format__,
+    Tensor.data_ptr,
+    Tensor.untyped_storage,
+    Tensor.__contains__,
+    Tensor.__reduce_ex__,
+}
+
+
+class SamplesMeet(Exception):
+    """An operation asks for the data of other samples."""
+
+
+class Shards:
+    """Where this process stands: rank `rank` of `samples`, each with one sample."""
+
+    def __init__(self, device: torch.device, samples: int, rank: int) -> None:
+        # without process groups: whatever asks for another rank's data has nobody to ask
+        self._mesh = DeviceMesh(device.type, torch.arange(samples), _init_backend=False, _rank=rank)
+        self.samples, self.rank = samples, rank
+
+    def replicated(self, tensor: Tensor) -> Tensor:
+        """A tensor that every rank has: a parameter, a buffer."""
+        return DTensor.from_local(tensor.detach().clone(), self._mesh, [Replicate()], run_check=False)
+
+    def own_row(self, rows: Tensor) -> Tensor:
+        """(samples, ...), of which this rank has its own row."""
+        local = rows.detach()[self.rank : self.rank + 1].clone()
+        return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=rows.shape, stride=_dense(rows))
+
+    def rows_of_all(self, output: Tensor) -> Tensor | None:
+        """A layer's output that follows from no sample, as rows of which this rank has its own; None for any other.
+
+        It is cut off from what made it, which every rank has and computes alike.
+        """
+        if not isinstance(output, DTensor) or output.placements != (Replicate(),) or output.ndim == 0:
+            return None
+        everything = output.to_local().detach()
+        if everything.shape[0] % self.samples and everything.shape[0] != 1:
+            return None
+        each = max(1, everything.shape[0] // self.samples)
+        own = everything if everything.shape[0] == 1 else everything[self.rank * each : (self.rank + 1) * each]
+        rows = DTensor.from_local(own.clone(), self._mesh, [Shard(0)], run_check=False)
+        return rows.requires_grad_(output.requires_grad)
+
+
+def is_by_sample(tensor: Any, samples: int) -> bool:
+    """Whether a tensor's axis 0 is cut into equal parts, one a sample, in the samples' order."""
+    return (
+        isinstance(tensor, DTensor)
+        and tensor.placements == (Shard(0),)
+        and tensor.shape[0] == samples * tensor._local_tensor.shape[0]
+    )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class Observer(ConstantDraws):
+    """Sees every operation, and stops those that read other samples' values into Python.
+
+    Which way the program takes must not follow from random numbers, which are constants here: a scalar that is read
+    after a draw is outside the proof.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operation = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operation = str(func).removesuffix(".default")
+        if func in _READS:
+            self._refuse_read(tree_leaves((args, kwargs)))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _refuse_read(self, values: list[Any]) -> None:
+        if any(isinstance(value, DTensor) and value.placements != (Replicate(),) for value in values):
+            raise SamplesMeet("reads values of all samples into Python")
+        if self._drew:
+            raise Unknown("reads a number into Python after a random draw, so that what runs may follow from chance")
+
+
+class _Rewriter(TorchFunctionMode):
+    """Writes operations without a sharding rule as others that have one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _UNSEEN_READS and any(isinstance(value, DTensor) for value in tree_leaves((args, kwargs))):
+            raise SamplesMeet(f"{func.__name__} shows a sample's values to Python")
+        rewrite = REWRITES.get(func)
+        return (rewrite or func)(*args, **kwargs)
+
+
+@contextmanager
+def sharded(samples: int, rank: int, device: torch.device) -> Iterator[tuple[Shards, Observer]]:
+    """Run with one sample a rank."""
+    with ExitStack() as stack:
+        stack.enter_context(_pretended_group(samples, rank))
+        stack.enter_context(_masks_built_without_looking())
+        stack.enter_context(implicit_replication())
+        stack.enter_context(plain_formulas())
+        observer = stack.enter_context(Observer())
+        stack.enter_context(_Rewriter())
+        yield Shards(device, samples, rank), observer
+
+
+@contextmanager
+def _pretended_group(samples: int, rank: int) -> Iterator[None]:
+    """Some of DTensor's rules ask for a rank before they know whether they need one; no group of the user's is used."""
+    if dist.is_initialized():
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook  # which a group puts its rank into
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=samples)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+@contextmanager
+def _masks_built_without_looking() -> Iterator[None]:
+    """`transformers` leaves a mask out where it masks nothing, which is the same attention; to see that, it looks at
+    all samples. As for an export, it builds the mask in any case."""
+    utilities: Any = sys.modules.get("transformers.masking_utils")
+    looks: Callable[..., bool] | None = getattr(utilities, "is_tracing", None)
+    if looks is None:
+        yield
+        return
+    utilities.is_tracing = lambda *tensors: True
+    try:
+        yield
+    finally:
+        utilities.is_tracing = looks
+
+
+def _dense(rows: Tensor) -> tuple[int, ...]:
+    return torch.empty(rows.shape, device="meta").stride()
+
+
+def on_rows(batch: Any, shards: Shards) -> Any:
+    """A batch whose tensors' rows are spread over the ranks."""
+    return tree_map(lambda value: shards.own_row(value) if isinstance(value, Tensor) else value, batch)

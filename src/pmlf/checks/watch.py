@@ -1,0 +1,213 @@
+"""The watch: at every step a few samples are run again alone, and what they add must be what they add in their batch.
+
+Checks before training see the first samples only. This one sees samples of every step, in the mode in which the model
+trains, with the same parameters and the same dropout. A form of batch that is new is always looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pmlf.anatomy import Anatomy
+from pmlf.arithmetic import wide_dtype
+from pmlf.batches import Signature, batch_size, select, signature, to_dtype
+from pmlf.capture import capture
+from pmlf.checks.draws import Unknown, constant_draws
+from pmlf.checks.replay import CannotFollow, RecordedDraws, ReplayedDraws
+from pmlf.comparison import Subject
+from pmlf.factors import Factors
+from pmlf.layers import Contribution, NotTakenApart
+from pmlf.noise import Randomness, torch_seeded
+
+_SAMPLES = 2  # of a logical batch, on average, and at most of a micro-batch
+_ALLOWED = 1e-3  # of what a sample adds; where its batch is proven to mix nothing
+_ALLOWED_UNPROVEN = 2e-4
+_ALLOWED_EXACT = 1e-6  # in float64
+
+Part = tuple[str, tuple[Tensor, ...]]  # a parameter, and one sample's share of a contribution to its gradient
+
+
+class Watch:
+    """Chooses samples, takes down what they add in their batch, and holds it against what they add alone."""
+
+    def __init__(self, subject: Subject, randomness: Randomness, expected_batch_size: float) -> None:
+        self._subject = subject
+        self._randomness = randomness
+        self._rate = min(1.0, _SAMPLES / expected_batch_size)
+        self._seen: set[tuple[int, Signature]] = set()
+        self._draws = True  # whether the loss draws randomness, as far as is known
+
+    def choice(
+        self, batch: Any, part: slice, step: int, micro_batch: int, points: int
+    ) -> tuple[WatchedPass | None, int]:
+        """The samples of a pass to watch, if any, and the evaluation point at which; some where its form is new."""
+        size = part.stop - part.start
+        stream = self._randomness.stream("watch", step, micro_batch, part.start)
+        count = min(_SAMPLES, len(stream.chosen(size, self._rate)))
+        form = size, signature(batch)
+        if form not in self._seen:
+            self._seen.add(form)
+            count = max(1, count)
+        if size == 1 or count == 0 or points == 0:
+            return None, 0
+        samples = [int(place) for place in stream.words(size).argsort()[:count]]  # of a random order
+        return WatchedPass(samples, size, recording=self._draws), int(stream.words(1)[0] % np.uint64(points))
+
+    def compare(self, taken: WatchedPass, point: PointPass, *, proven: bool) -> None:
+        """Run the watched samples of a pass again, each alone; refuse the batch if one adds something else there."""
+        if taken.drew and not taken.recording:
+            taken = point.taken_again(self._subject, taken.samples, recording=True)
+        self._draws = taken.drew
+        allowed = _ALLOWED if proven else _ALLOWED_UNPROVEN
+        try:
+            self._hold(taken, point, allowed)
+        except CannotFollow:  # draws that cannot be made again for a part of a batch: all of them constant, then
+            try:
+                with constant_draws():
+                    self._hold(point.taken_again(self._subject, taken.samples, recording=False), point, allowed)
+            except Unknown as error:
+                raise NotTakenApart(
+                    "the loss draws randomness that cannot be drawn again for one sample, so that it cannot be watched "
+                    "whether samples influence each other: draw by dropout, rand or randn, with axis 0 for samples"
+                ) from error
+
+    def _hold(self, taken: WatchedPass, point: PointPass, allowed: float) -> None:
+        for sample in taken.samples:
+            if point.difference(self._subject, taken, sample) > allowed and self._differs(taken, sample, point):
+                raise NotTakenApart(
+                    "a sample's gradient depends on the other samples of its batch: run again alone, with the same "
+                    "parameters and the same random draws, it is another one; look for an operation across axis 0, in "
+                    "the model or in loss_fn, that not every batch meets with"
+                )
+
+    def _differs(self, taken: WatchedPass, sample: int, point: PointPass) -> bool:
+        """Rounding may put an activation on the other side of a kink, or choose another expert: what remains in float64
+        is no rounding. Where the model does not run in it, what remains for two other samples."""
+        try:
+            exact, wide = self._subject.in_double(), point.in_double()
+            again = wide.taken_again(exact, [sample], recording=taken.recording)
+            return wide.difference(exact, again, sample) > _ALLOWED_EXACT
+        except (CannotFollow, Unknown):
+            raise
+        except Exception:  # a model that cannot be copied, a loss that cannot be taken in float64
+            others = [(sample + shift) % taken.size for shift in (1, max(1, taken.size // 2))]
+            again = point.taken_again(self._subject, others, recording=taken.recording)
+            return all(point.difference(self._subject, again, other) > _ALLOWED_UNPROVEN for other in others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointPass:
+    """A batch at one evaluation point, as often as it is run: parameters, seed of the random draws, weight."""
+
+    values: Mapping[str, Tensor]
+    batch: Any
+    seed: int
+    weight: float
+
+    def in_double(self) -> PointPass:
+        values = {name: value.to(torch.float64) for name, value in self.values.items()}
+        return replace(self, values=values, batch=to_dtype(self.batch, torch.float64))
+
+    def taken_again(self, subject: Subject, samples: list[int], *, recording: bool) -> WatchedPass:
+        """The whole batch once more, with what some of its samples add."""
+        again = WatchedPass(samples, batch_size(self.batch), recording=recording)
+        with torch_seeded(self.seed, self._device), again:
+            for name, contribution in self._contributions(subject, self.batch):
+                again.take(name, contribution)
+        return again
+
+    def difference(self, subject: Subject, taken: WatchedPass, sample: int) -> float:
+        """How far what a sample adds alone is from what it adds in its batch, over the latter."""
+        single = select(self.batch, slice(sample, sample + 1))
+        with torch_seeded(self.seed, self._device), taken.replayed(sample):
+            alone = [(name, _share(found, 0)) for name, found in self._contributions(subject, single)]
+        together = taken.parts[sample]
+        if [name for name, _ in alone] != [name for name, _ in together]:
+            return math.inf
+        return _distance([part for _, part in together], [part for _, part in alone])
+
+    def _contributions(self, subject: Subject, batch: Any) -> Iterator[tuple[str, Contribution]]:
+        anatomy, samples = Anatomy(subject.model), batch_size(batch)
+        plan, loss_fn = subject.plan, subject.loss_fn
+        return capture(anatomy, plan, self.values, loss_fn, batch, samples, self.weight, rows="their own")
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.values.values())).device
+
+
+class WatchedPass(ExitStack):
+    """One pass of a batch through the model, while it runs: its random draws, and what some samples add."""
+
+    def __init__(self, samples: list[int], size: int, *, recording: bool) -> None:
+        super().__init__()
+        self.samples, self.size, self.recording = samples, size, recording
+        self.parts: dict[int, list[Part]] = {sample: [] for sample in samples}
+        self._recorded = RecordedDraws()
+        self._moved = False
+
+    @property
+    def drew(self) -> bool:
+        """Whether the loss drew randomness."""
+        return bool(self._recorded.draws) or self._moved
+
+    def __enter__(self) -> WatchedPass:
+        super().__enter__()
+        if self.recording:
+            self.enter_context(self._recorded)
+        else:
+            self.callback(self._look_at, torch.default_generator.get_state())
+        return self
+
+    def _look_at(self, before: Tensor) -> None:
+        self._moved = not torch.equal(before, torch.default_generator.get_state())
+
+    def take(self, name: str, contribution: Contribution) -> None:
+        for sample, parts in self.parts.items():
+            parts.append((name, _share(contribution, sample)))
+
+    def replayed(self, sample: int) -> ReplayedDraws | ExitStack:
+        """The same draws for one sample alone."""
+        return ReplayedDraws(self._recorded.draws, sample, self.size) if self._recorded.draws else ExitStack()
+
+
+def _share(contribution: Contribution, sample: int) -> tuple[Tensor, ...]:
+    """One sample's factors, or its gradient where that is formed: copies, since what is there may be written over."""
+    if isinstance(contribution, Factors):
+        return tuple(side.clone() for side in contribution.sides(slice(sample, sample + 1)))
+    return (contribution[sample].clone(),)
+
+
+def _distance(some: list[tuple[Tensor, ...]], others: list[tuple[Tensor, ...]]) -> float:
+    """How far apart two lists of contributions are, over the size of the first; infinite where they are of other forms,
+    0 where neither is finite, since such a sample adds nothing."""
+    apart, whole, whole_other = 0.0, 0.0, 0.0
+    for one, other in zip(some, others, strict=True):
+        if [side.shape for side in one] != [side.shape for side in other]:
+            return math.inf
+        pairs = [pair for pair in zip(one, other, strict=True) if pair[0].is_floating_point()]
+        indices = [pair for pair in zip(one, other, strict=True) if not pair[0].is_floating_point()]
+        if not all(torch.equal(*pair) for pair in indices):
+            return math.inf
+        lengths, lengths_other = ([_norm(side) for side in sides] for sides in zip(*pairs, strict=True))
+        whole = math.hypot(whole, math.prod(lengths))
+        whole_other = math.hypot(whole_other, math.prod(lengths_other))
+        # |left right - left' right'| <= |left - left'| |right| + |left'| |right - right'|
+        for place, (side, side_other) in enumerate(pairs):
+            rest = math.prod(lengths[place + 1 :]) * math.prod(lengths_other[:place])
+            apart = math.hypot(apart, _norm(side - side_other) * rest)
+    if not (math.isfinite(whole) and math.isfinite(whole_other)):
+        return 0.0 if math.isfinite(whole) == math.isfinite(whole_other) else math.inf
+    return apart / whole if whole > 0.0 else (0.0 if apart == 0.0 else math.inf)
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=wide_dtype(tensor)))
