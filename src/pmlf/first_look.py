@@ -22,7 +22,7 @@ Modes = tuple[bool, ...]
 
 
 class FirstLook:
-    """Proves that samples do not influence each other, once for every mode of the model and every form of a batch.
+    """Proves that samples do not influence each other, for every mode of the model, form and largest size of a batch.
 
     Where no proof is found, what can be seen on the first samples is looked at, and every later micro-batch's rows are
     held to their owners. Gradients of a single sample and of a pair are compared with plain autograd in any case.
@@ -41,6 +41,7 @@ class FirstLook:
         self._augmented = False
         self._losses = False
         self._findings: dict[tuple[Modes, Signature], Finding] = {}
+        self._largest: dict[tuple[Modes, Signature], int] = {}  # micro-batch that a finding covers
 
     @property
     def finding(self) -> Finding | None:
@@ -60,7 +61,7 @@ class FirstLook:
             refuse_unsafe_model(self._subject.model, self._gradients)
             self._modes = modes
             self.again()
-        found = self._alone or self._found(batch, modes)
+        found = self._alone or self._found(batch, size, modes)
         few = min(size, 2) if self._gradients != "one-by-one" and self._alone is not ASSUMED else 1
         if self._gradients_of < few:
             looked_at = select(batch, slice(0, few))
@@ -81,11 +82,14 @@ class FirstLook:
         """Look at the samples to come as at the first ones."""
         self._gradients_of, self._augmented, self._losses = 0, False, False
 
-    def _found(self, batch: Any, modes: Modes) -> Finding:
+    def _found(self, batch: Any, size: int, modes: Modes) -> Finding:
+        """The finding for batches of this form; looked for again where a batch is larger than any before."""
         key = modes, signature(batch)
-        if key not in self._findings:
-            self._findings[key] = proof(self._subject, batch)
-        return self._findings[key]
+        found = self._findings.get(key)
+        if found is None or (found.proven and size > self._largest[key]):
+            found = proof(self._subject, batch)
+            self._findings[key], self._largest[key] = found, size
+        return found
 
     def _look_at_augmentation(self, batch: Any, size: int) -> None:
         """Several times: it may mix samples by chance."""

@@ -383,8 +383,8 @@ class PrivateStep:
     def _refuse_written(self, pending: _Pending) -> None:
         """Forward passes must leave every parameter unchanged, bit by bit.
 
-        The first passes over a model are checks, which restore what was written. To keep a copy at every later step would
-        cost as much memory as the gradients do, so here a parameter that was written is filled with NaN.
+        The first passes over a model are checks, which restore what was written. Keeping a copy at every later step
+        would cost as much memory as the gradients do, so here a parameter that was written is filled with NaN.
         """
         parameters = Anatomy(self.model).parameters
         bits = zip(parameters, fingerprint(parameters.values()), pending.fingerprint, strict=True)

@@ -55,6 +55,7 @@ def swapped(anatomy: Anatomy, replacements: Mapping[int, Tensor]) -> Iterator[Sw
     After the block `Swap.written` tells what it has written; none of it is left.
     """
     swap, known = Swap(), set[int]()
+    aside = _BuffersAside(anatomy.buffers, replacements)
     places = [_Place(name, vars(module), module) for name, module in anatomy.modules.items()]
     for place in list(places):
         places += [_Place(place.name, vars(found), None) for found in _plain_objects(place.values, known)]
@@ -64,15 +65,35 @@ def swapped(anatomy: Anatomy, replacements: Mapping[int, Tensor]) -> Iterator[Sw
         yield swap
         with _disable_current_modes():  # what somebody observes is the pass, not this look at it
             swap.written = [name for place in places for name in place.written()]
-            swap.written += [
-                name
-                for name, buffer in anatomy.buffers.items()
-                if id(buffer) in replacements and not _same_values(replacements[id(buffer)], buffer)
-            ]
+            swap.written += aside.written()
     finally:
         with _disable_current_modes():
+            aside.restore()
             for place in places:
                 place.restore()
+
+
+class _BuffersAside:
+    """Buffers for which others stand in. Code that holds them from outside the model can still write them."""
+
+    def __init__(self, buffers: Mapping[str, Tensor], replacements: Mapping[int, Tensor]) -> None:
+        self._buffers = [
+            (name, buffer, buffer.detach().clone(), replacements[id(buffer)])
+            for name, buffer in buffers.items()
+            if id(buffer) in replacements
+        ]
+
+    def written(self) -> list[str]:
+        return [
+            name
+            for name, buffer, before, stand_in in self._buffers
+            if not (_same_values(buffer, before) and _same_values(stand_in, before))
+        ]
+
+    def restore(self) -> None:
+        for _, buffer, before, _ in self._buffers:
+            if not _same_values(buffer, before):
+                buffer.data.copy_(before)
 
 
 class _Place:

@@ -375,3 +375,52 @@ def test_a_value_of_the_whole_batch_is_refused_since_it_may_follow_from_the_samp
     step = stepped(nn.Linear(4, 3), lambda m, b: squares(m, (b["x"],)) * (2.0 if b["flag"] else 1.0))
     with pytest.raises(ValueError, match="one for all samples"):
         step.accumulate({"x": rows(6, 4), "flag": value})
+
+
+class HeldOutside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("shift", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.shift)
+
+
+def test_a_buffer_that_is_written_from_outside_the_model_is_refused_and_restored() -> None:
+    model = HeldOutside()
+    shift, calls = model.shift, 0
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 40:  # when every check is over
+            shift.data.add_(batch[0].detach().mean())
+        return squares(model, batch)
+
+    step = stepped(model, loss_fn)
+    with pytest.raises(ValueError, match="'shift' was written by the forward pass"):
+        for seed in range(60):
+            step.accumulate((rows(4, 4, seed=seed),))
+            step.release()
+    assert torch.equal(model.shift, torch.zeros(4))
+
+
+class MixedWhereMany(nn.Module):
+    """From fifty samples on, the first sees the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) >= 50:
+            x = torch.cat([x[:1] + x[1:2], x[1:]])
+        return self.layer(x)
+
+
+def test_a_path_that_only_large_batches_take_is_part_of_the_proof() -> None:
+    step = stepped(MixedWhereMany(), squares, expected_batch_size=1000.0)
+    step.accumulate((rows(40, 4),))
+    with pytest.raises(ValueError, match="needs the data of several samples"):
+        step.accumulate((rows(60, 4),))

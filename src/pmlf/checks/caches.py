@@ -28,15 +28,20 @@ def made_from_synthetic_inputs(subject: Subject, batch: Any) -> bool:
     as before.
     """
     inputs = [synthetic(batch, SeededRandomness(seed).stream("caches")) for seed in (0, 1)]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in Anatomy(subject.model).buffers.values()]
     try:
         copies = [copy.deepcopy(subject.model) for _ in inputs]
         for model, some in zip(copies, inputs, strict=True):
             _run(subject, model, some)
     except Exception:  # a model that cannot be copied, a loss that takes no synthetic inputs
         return False
+    # code outside the model may hold a buffer, and write it though a copy runs
+    written = [(buffer, before) for buffer, before in buffers if not same_bits(buffer, before)]
+    for buffer, before in written:
+        buffer.data.copy_(before)
     states = [_state(model) for model in copies]
     parameters: dict[str, Tensor] = dict(Anatomy(copies[0]).parameters)
-    if not _same(*states) or not _same(parameters, dict(Anatomy(subject.model).parameters)):
+    if written or not _same(*states) or not _same(parameters, dict(Anatomy(subject.model).parameters)):
         return False
     _run(subject, subject.model, inputs[0])
     return True

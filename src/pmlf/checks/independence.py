@@ -4,7 +4,8 @@ The batch is spread over pretended devices, one sample on each (`sharding`), and
 on one of them. If no operation asks for another device's data, this sample's loss and gradients follow from this sample
 and the parameters alone. What sharding rules do not cover is compared: with random draws made constant, the loss is the
 one that the sample has in the plain batch and alone. The same twice, for two numbers of samples that are no other size
-in the model, so that a sample axis is not taken for another axis or for a number.
+in the model, so that a sample axis is not taken for another axis or for a number; and once more for the batch at its
+own size, since a program may take another path where there are more samples.
 
 The rows of every layer whose gradients are taken are seen to be the samples' own, in order, in the same run.
 """
@@ -81,6 +82,8 @@ def prove(model: nn.Module, plan: Plan, loss_fn: LossFunction, batch: Any) -> Fi
             first, second = _numbers_of_samples(model, batch)
             _prove(model, plan, loss_fn, _some(batch, first), first, observers, backward=True)
             _prove(model, plan, loss_fn, _some(batch, second), second, observers, backward=False)
+            if (size := batch_size(batch)) > second:  # a path may follow from the number of samples
+                _prove(model, plan, loss_fn, batch, size, observers, backward=False)
     except Exception as error:  # whatever a rule, a model or a loss raises where a proof is tried
         return _explained(error, observers[-1].operation if observers else "")
     return PROVEN

@@ -7,9 +7,10 @@ devices for data (`torch.distributed.tensor`). Here no other device exists: an o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -159,18 +160,17 @@ def _pretended_group(samples: int, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _masks_built_without_looking() -> Iterator[None]:
-    """`transformers` leaves a mask out where it masks nothing, which is the same attention; to see that, it looks at
-    all samples. As for an export, it builds the mask in any case."""
-    utilities: Any = sys.modules.get("transformers.masking_utils")
-    looks: Callable[..., bool] | None = getattr(utilities, "is_tracing", None)
-    if looks is None:
+    """`transformers` leaves a mask out where it masks nothing, which is the same attention, and warns where padding has
+    no mask. For either it looks at all samples; here it always builds the mask, as for an export, and is silent."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    models: Any = sys.modules.get("transformers.modeling_utils")
+    with ExitStack() as stack:
+        if masks is not None and getattr(masks, "is_tracing", None) is not None:
+            stack.enter_context(mock.patch.object(masks, "is_tracing", lambda *tensors: True))
+        warns = "warn_if_padding_and_no_attention_mask"
+        if models is not None and getattr(models.PreTrainedModel, warns, None) is not None:
+            stack.enter_context(mock.patch.object(models.PreTrainedModel, warns, lambda *given: None))
         yield
-        return
-    utilities.is_tracing = lambda *tensors: True
-    try:
-        yield
-    finally:
-        utilities.is_tracing = looks
 
 
 def _dense(rows: Tensor) -> tuple[int, ...]:
