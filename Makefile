@@ -18,6 +18,7 @@ demo: .make/runtime
 
 test: .make/dev
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache --no-logo > .make/imports.txt || { cat .make/imports.txt; exit 1; }
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2
 

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize
 
-from pmlf import accounting
-from pmlf.accounting import Event
+from pmlf.mechanism import accounting
+from pmlf.mechanism.accounting import Event
 
 NOISE = (0.5, 1.0, 2.0, 10.0)
 RATES = (1e-4, 1e-3, 1e-2, 1e-1)

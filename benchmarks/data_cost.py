@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from pmlf import PrivateStep, data, models
-from pmlf.noise import SeededRandomness
-from pmlf.sampling import PoissonBatches
+from pmlf.mechanism.noise import SeededRandomness
+from pmlf.mechanism.sampling import PoissonBatches
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 BATCH = 1000

@@ -10,6 +10,7 @@ one, both timed after an untimed one; who begins changes from round to round. Ti
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -27,7 +28,9 @@ def work(case_name: str, contender: str, threads: int) -> None:
 
     from linear_floor import timed
     from pmlf import machine
-    from pmlf.benchmark import cases, contenders
+
+    package = "pmlf.bench" if importlib.util.find_spec("pmlf.bench") else "pmlf.benchmark"  # of older commits
+    cases, contenders = (importlib.import_module(f"{package}.{name}") for name in ("cases", "contenders"))
 
     machine.keep_freed_memory()
     torch.set_num_threads(threads)
@@ -101,7 +104,7 @@ def main() -> None:
         best, median = found[name]["best_over_plain"], found[name]["median_over_plain"]
         print(f"{name:5} {arguments.case} {arguments.contender}: {best:.2f} of a plain pass, by medians {median:.2f}")
     if arguments.out:
-        from pmlf.benchmark.suite import on_this_machine
+        from pmlf.bench.suite import on_this_machine
 
         document = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"comparisons": []}
         settings = {"case": arguments.case, "contender": arguments.contender, "rounds": arguments.rounds}

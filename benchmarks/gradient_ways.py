@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from pmlf import PrivateStep
-from pmlf.benchmark import cases
-from pmlf.plan import GRADIENTS, Gradients
+from pmlf.bench import cases
+from pmlf.engine.plan import GRADIENTS, Gradients
 
 
 class Recurrent(nn.Module):

@@ -23,9 +23,9 @@ from unittest import mock
 import torch
 
 from pmlf import PrivateStep, machine
-from pmlf.benchmark.cases import CASES, losses
+from pmlf.bench.cases import CASES, losses
+from pmlf.checks.first_look import FirstLook, proof
 from pmlf.checks.watch import Watch
-from pmlf.first_look import FirstLook, proof
 
 EXPECTED = 1000
 

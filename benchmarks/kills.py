@@ -24,9 +24,11 @@ from typing import Any
 
 import torch
 
-from pmlf import accounting, files, ledger
+from pmlf.basics import files
+from pmlf.evidence import ledger
 from pmlf.experiments import runner, tasks
 from pmlf.experiments.spec import RunSpec
+from pmlf.mechanism import accounting
 from pmlf.step import PrivateStep
 
 TARGET_EPSILON, DELTA, RECORDS, BATCH, CHECKPOINT_EVERY = 4.0, 1e-5, 2000, 20, 3
@@ -65,7 +67,7 @@ def between_the_ledger_and_the_release(calls: int) -> None:
 
 
 def in_the_middle_of_a_release(calls: int) -> None:
-    from pmlf.filters import FilterMemory
+    from pmlf.mechanism.filters import FilterMemory
 
     before(FilterMemory, "apply", calls)
 

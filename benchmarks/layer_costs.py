@@ -3,7 +3,7 @@
     python benchmarks/layer_costs.py --out docs/results/layer-costs.json
 
 Layers of the paper's models at k = 1 and 2, each way timed in turn in one process, best of the rounds. `choice` is the
-way that `pmlf.choice` takes, `behind` its time over the fastest one's.
+way that `pmlf.engine.choice` takes, `behind` its time over the fastest one's.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from pathlib import Path
 
 import torch
 
-from pmlf import choice, machine
-from pmlf.arithmetic import squared_norms
-from pmlf.factors import Factors, Outer, Patches
-from pmlf.gradients import ParameterGradient, Workspace
-from pmlf.norms import factored_norms
-from pmlf.roots import Roots
+from pmlf import machine
+from pmlf.engine import choice
+from pmlf.engine.arithmetic import squared_norms
+from pmlf.engine.factors import Factors, Outer, Patches
+from pmlf.engine.gradients import ParameterGradient, Workspace
+from pmlf.engine.norms import factored_norms
+from pmlf.engine.roots import Roots
 
 LINEAR = {  # samples, tokens, out, in
     "ViT projection": (64, 65, 192, 192),

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pmlf import machine
-from pmlf.arithmetic import add_product
-from pmlf.benchmark import cases, contenders
-from pmlf.benchmark.contenders import CLIP_NORM, Runner
-from pmlf.benchmark.suite import on_this_machine
+from pmlf.bench import cases, contenders
+from pmlf.bench.contenders import CLIP_NORM, Runner
+from pmlf.bench.suite import on_this_machine
+from pmlf.engine.arithmetic import add_product
 
 ENGINES = ("plain", "opacus-ghost", "pmlf-k1", "pmlf-k2")
 

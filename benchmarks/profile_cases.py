@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pmlf import machine
-from pmlf.benchmark import cases, contenders
+from pmlf.bench import cases, contenders
 
 ROUNDS, SHOWN = 3, 8
 PLAIN = {"cnn5": "plain-channels-last", "resnet18": "plain-channels-last"}

@@ -21,10 +21,10 @@ import torch
 from rich.console import Console
 
 from pmlf import models
+from pmlf.cli.run_display import train_progress
 from pmlf.data import ImageDataset
 from pmlf.data import collate as collate_images
 from pmlf.experiments import runner, tasks
-from pmlf.experiments.run_display import train_progress
 from pmlf.experiments.spec import RunSpec
 from pmlf.step import PrivateStep
 

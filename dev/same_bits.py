@@ -119,7 +119,7 @@ def run(model: nn.Module, dataset: TensorDataset, loss_fn: Any, method: str) -> 
 
 def compared() -> dict[str, Any]:
     """`pmlf compare` on 600 of the packaged images."""
-    from pmlf.cli import main as command
+    from pmlf.cli.main import main as command
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "comparison"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pmlf.batches import batch_size, select
+from pmlf.basics.batches import batch_size, select
 
 
 def to_double(batch: Any) -> Any:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pmlf import PrivateStep, methods
-from pmlf.batches import select
-from pmlf.points import Points, past_iterates
+from pmlf.basics.batches import select
+from pmlf.mechanism.points import Points, past_iterates
 from reference import Reference
 from zoo import CASES, make
 

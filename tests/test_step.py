@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pmlf import Augmentation, PrivateStep, methods
-from pmlf.batches import select
+from pmlf.basics.batches import select
 from zoo import Checkpointed, classify, images
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")

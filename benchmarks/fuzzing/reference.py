@@ -13,7 +13,7 @@ from fuzzing.data import Batch, record_of
 from fuzzing.losses import Loss
 from fuzzing.recipes import Window
 from pmlf import methods
-from pmlf.filters import LowPass
+from pmlf.mechanism.filters import LowPass
 
 
 def method(window: Window) -> methods.Method:

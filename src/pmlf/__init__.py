@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pmlf import accounting, audit, checkpoint, filters, machine, methods, sampling, theory
-    from pmlf.augmentation import Augmentation
-    from pmlf.fixes import fix_model
-    from pmlf.inspection import check
-    from pmlf.ledger import Ledger
-    from pmlf.run import PrivateRun
+    from pmlf.checks.fixes import fix_model
+    from pmlf.checks.inspection import check
+    from pmlf.engine.augmentation import Augmentation
+    from pmlf.evidence.ledger import Ledger
+    from pmlf.run import PrivateRun, evaluate, make_private
     from pmlf.step import PrivateStep
-    from pmlf.training import evaluate, make_private
 
 __all__ = [
     "Augmentation",
@@ -34,14 +33,14 @@ __all__ = [
 
 # Where each public name lives. Loaded when first used: torch takes seconds, and `pmlf --help` does not need it.
 _HOMES = {
-    "Augmentation": "pmlf.augmentation",
-    "Ledger": "pmlf.ledger",
+    "Augmentation": "pmlf.engine.augmentation",
+    "Ledger": "pmlf.evidence.ledger",
     "PrivateRun": "pmlf.run",
     "PrivateStep": "pmlf.step",
-    "check": "pmlf.inspection",
-    "evaluate": "pmlf.training",
-    "fix_model": "pmlf.fixes",
-    "make_private": "pmlf.training",
+    "check": "pmlf.checks.inspection",
+    "evaluate": "pmlf.run",
+    "fix_model": "pmlf.checks.fixes",
+    "make_private": "pmlf.run",
 }
 
 

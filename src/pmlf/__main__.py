@@ -2,7 +2,7 @@
 
 import sys
 
-from pmlf.cli import main
+from pmlf.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

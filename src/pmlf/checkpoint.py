@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from pmlf.files import write_atomically
+from pmlf.basics.files import write_atomically
 
 _FORMAT = "pmlf checkpoint 1"
 _MOST_HEADER_BYTES = 100_000_000  # as safetensors itself allows

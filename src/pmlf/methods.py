@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pmlf.arguments import is_number, require_count, require_positive
-from pmlf.filters import LowPass
-from pmlf.points import Point, Points, past_iterates
+from pmlf.basics.arguments import is_number, require_count, require_positive
+from pmlf.mechanism.filters import LowPass
+from pmlf.mechanism.points import Point, Points, past_iterates
 
 
 @dataclass(frozen=True, kw_only=True)

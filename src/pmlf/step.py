@@ -15,26 +15,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pmlf.anatomy import Anatomy
-from pmlf.arguments import is_number, require_positive
-from pmlf.augmentation import Augmentation
-from pmlf.batches import batch_size, select, to_device
-from pmlf.capture import LossFunction, Rows
+from pmlf.basics.arguments import is_number, require_positive
+from pmlf.basics.batches import batch_size, select, to_device
 from pmlf.checks.caches import made_from_synthetic_inputs
+from pmlf.checks.comparison import Subject
 from pmlf.checks.finding import Finding
+from pmlf.checks.first_look import FirstLook
+from pmlf.checks.validation import check_collation, refuse_unsafe_model
 from pmlf.checks.watch import PointPass, Watch
-from pmlf.comparison import Subject
-from pmlf.filters import FilterMemory
-from pmlf.fingerprint import Fingerprint, fingerprint
-from pmlf.first_look import FirstLook
-from pmlf.gradients import SumBuffers, Workspace
+from pmlf.engine.anatomy import Anatomy
+from pmlf.engine.augmentation import Augmentation
+from pmlf.engine.capture import LossFunction, Rows
+from pmlf.engine.fingerprint import Fingerprint, fingerprint
+from pmlf.engine.gradients import SumBuffers, Workspace
+from pmlf.engine.momentum import CLIPPINGS, Clipping, SampleMomentum
+from pmlf.engine.plan import Gradients, Plan, require_known
+from pmlf.engine.swap import ModelWritten
+from pmlf.mechanism.filters import FilterMemory
+from pmlf.mechanism.noise import LARGEST_STD, Randomness, keyed_uniforms, randomness_from, torch_seeded
+from pmlf.mechanism.points import History
 from pmlf.methods import Method, resolve
-from pmlf.momentum import CLIPPINGS, Clipping, SampleMomentum
-from pmlf.noise import LARGEST_STD, Randomness, keyed_uniforms, randomness_from, torch_seeded
-from pmlf.plan import Gradients, Plan, require_known
-from pmlf.points import History
-from pmlf.swap import ModelWritten
-from pmlf.validation import check_collation, refuse_unsafe_model
 
 _MOST_IN_FLOAT32 = 64  # samples expected: beyond, rounding of the sum could pass 1e-4 of what one of them adds
 

@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import zoo
 from pmlf.checks.finding import PROVEN, Finding
 from pmlf.checks.independence import prove
+from pmlf.engine.plan import Plan
 from pmlf.models import resnet
-from pmlf.plan import Plan
 
 Loss = Callable[[Any, Any], Tensor]
 N, WIDTH = 12, 6

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, special, stats
 
-from pmlf.arguments import is_number, require_count
+from pmlf.basics.arguments import is_number, require_count
 
 Floats = NDArray[np.float64]
 

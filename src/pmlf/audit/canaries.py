@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from scipy import signal
 from torch import Tensor, nn
 
-from pmlf.arguments import require_count
 from pmlf.audit.bounds import Floats
-from pmlf.filters import LowPass
+from pmlf.basics.arguments import require_count
+from pmlf.mechanism.filters import LowPass
+from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
+from pmlf.mechanism.sampling import PoissonBatches
 from pmlf.methods import Method
-from pmlf.noise import Randomness, SecureRandomness, SeededRandomness
-from pmlf.sampling import PoissonBatches
 from pmlf.step import PrivateStep
 
 CLIP_NORM = 1.0

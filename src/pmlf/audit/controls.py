@@ -28,8 +28,8 @@ from pmlf.audit.canaries import (
     released_sums,
     unheard,
 )
+from pmlf.mechanism.noise import Randomness, SeededRandomness, Stream
 from pmlf.methods import dp_pmlf, dpsgd
-from pmlf.noise import Randomness, SeededRandomness, Stream
 from pmlf.step import PrivateStep
 
 _OTHERS = 32  # records beside the one in question

@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pmlf.arguments import require_count, require_positive
 from pmlf.audit.bounds import Floats
 from pmlf.audit.canaries import Mechanism, Progress, Scores, unheard, without_filter
 from pmlf.audit.model_controls import ModelControl
 from pmlf.audit.neighbours import Audited, Moment, Releases, RunRandomness
 from pmlf.audit.report import Report, Settings, claimed_mechanism, report_of
 from pmlf.audit.search import Sensitivity, worst_record
-from pmlf.batches import batch_size, select, without
-from pmlf.capture import LossFunction
-from pmlf.inspection import LARGEST_SENSITIVITY
+from pmlf.basics.arguments import require_count, require_positive
+from pmlf.basics.batches import batch_size, select, without
+from pmlf.checks.inspection import LARGEST_SENSITIVITY
+from pmlf.engine.capture import LossFunction
+from pmlf.mechanism.noise import Randomness
 from pmlf.methods import Method, resolve
-from pmlf.noise import Randomness
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pmlf.audit.neighbours import Audited
-from pmlf.batches import tensors_of
-from pmlf.points import Point, Points
+from pmlf.basics.batches import tensors_of
+from pmlf.mechanism.points import Point, Points
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmlf.batches import batch_size, tensors_of, without
+from pmlf.basics.batches import batch_size, tensors_of, without
 
 _LARGEST_POWER = 6.0  # values are scaled by 10^-6 to 10^6
 _HUGE = 1e6

@@ -16,11 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pmlf.batches import batch_size, select, tensors_of, to_dtype
-from pmlf.capture import LossFunction
-from pmlf.filters import LowPass
+from pmlf.basics.batches import batch_size, select, tensors_of, to_dtype
+from pmlf.engine.capture import LossFunction
+from pmlf.mechanism.filters import LowPass
+from pmlf.mechanism.noise import SeededRandomness, Stream
 from pmlf.methods import Method
-from pmlf.noise import SeededRandomness, Stream
 from pmlf.step import PrivateStep
 
 Neighbour = Literal["left out", "replaced"]

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from pmlf import accounting
-from pmlf.arguments import is_number, require_count, require_positive
 from pmlf.audit import bounds
 from pmlf.audit.canaries import Mechanism, Progress, Scores, audited_scores, unheard
 from pmlf.audit.controls import Control
+from pmlf.basics.arguments import is_number, require_count, require_positive
+from pmlf.mechanism import accounting
+from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
 from pmlf.methods import Method, dpsgd, resolve
-from pmlf.noise import Randomness, SecureRandomness, SeededRandomness
 
 _GUESSED = 20  # one in so many canaries is guessed
 _ONE_RUN_DELTA = (

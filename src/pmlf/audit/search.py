@@ -12,9 +12,9 @@ from torch import Tensor
 from pmlf.audit.canaries import Progress, unheard
 from pmlf.audit.moves import Range, move, ranges
 from pmlf.audit.neighbours import Audited, Moment, Neighbour, Releases, RunRandomness, walk
-from pmlf.batches import batch_size, to_dtype, without
-from pmlf.inspection import LARGEST_SENSITIVITY
-from pmlf.noise import Randomness
+from pmlf.basics.batches import batch_size, to_dtype, without
+from pmlf.checks.inspection import LARGEST_SENSITIVITY
+from pmlf.mechanism.noise import Randomness
 
 _MOST_MOVES_AT_ONCE = 3
 _LEVEL = 1e-6  # multiples this near are as high: clipping makes a plateau of 1, and a climb must get across it

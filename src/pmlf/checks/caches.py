@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pmlf.anatomy import Anatomy
-from pmlf.batches import same_bits, synthetic
+from pmlf.basics.batches import same_bits, synthetic
+from pmlf.checks.comparison import Subject
 from pmlf.checks.draws import constant_draws
-from pmlf.comparison import Subject
-from pmlf.noise import SeededRandomness
-from pmlf.swap import tensors_held
+from pmlf.engine.anatomy import Anatomy
+from pmlf.engine.swap import tensors_held
+from pmlf.mechanism.noise import SeededRandomness
 
 
 def made_from_synthetic_inputs(subject: Subject, batch: Any) -> bool:
@@ -27,7 +27,7 @@ def made_from_synthetic_inputs(subject: Subject, batch: Any) -> bool:
     Done only if two such batches have it write the same, and no parameter. Returns whether it was; if not, the model is
     as before.
     """
-    inputs = [synthetic(batch, SeededRandomness(seed).stream("caches")) for seed in (0, 1)]
+    inputs = [synthetic(batch, SeededRandomness(seed).stream("caches").seed()) for seed in (0, 1)]
     buffers = [(buffer, buffer.detach().clone()) for buffer in Anatomy(subject.model).buffers.values()]
     try:
         copies = [copy.deepcopy(subject.model) for _ in inputs]

@@ -27,9 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
-from pmlf.anatomy import Anatomy
-from pmlf.batches import batch_size, picked, select, tensors_of
-from pmlf.capture import LossFunction, per_sample_loss
+from pmlf.basics.batches import batch_size, picked, select, tensors_of
 from pmlf.checks.draws import Unknown, constant_draws
 from pmlf.checks.finding import PROVEN, Finding
 from pmlf.checks.sharding import (
@@ -41,8 +39,10 @@ from pmlf.checks.sharding import (
     on_rows,
     sharded,
 )
-from pmlf.plan import Plan
-from pmlf.swap import swapped
+from pmlf.engine.anatomy import Anatomy
+from pmlf.engine.capture import LossFunction, per_sample_loss
+from pmlf.engine.plan import Plan
+from pmlf.engine.swap import swapped
 
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2  # relative, of a loss alone and in a batch: rounding

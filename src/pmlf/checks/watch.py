@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pmlf.anatomy import Anatomy
-from pmlf.arithmetic import wide_dtype
-from pmlf.batches import Signature, batch_size, select, signature, to_dtype
-from pmlf.capture import capture
+from pmlf.basics.batches import Signature, batch_size, select, signature, to_dtype
+from pmlf.checks.comparison import Subject
 from pmlf.checks.draws import Unknown, constant_draws
 from pmlf.checks.replay import CannotFollow, RecordedDraws, ReplayedDraws
-from pmlf.comparison import Subject
-from pmlf.factors import Factors
-from pmlf.layers import Contribution, NotTakenApart
-from pmlf.noise import Randomness, torch_seeded
+from pmlf.engine.anatomy import Anatomy
+from pmlf.engine.arithmetic import wide_dtype
+from pmlf.engine.capture import capture
+from pmlf.engine.factors import Factors
+from pmlf.engine.layers import Contribution, NotTakenApart
+from pmlf.mechanism.noise import Randomness, torch_seeded
 
 _SAMPLES = 2  # of a logical batch, on average, and at most of a micro-batch
 _ALLOWED = 1e-3  # of what a sample adds; where its batch is proven to mix nothing

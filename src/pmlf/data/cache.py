@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from pmlf.basics.files import new_file, remove_flat
 from pmlf.data.cache_folder import CacheFolder, open_folder, unwritable_cache
-from pmlf.files import new_file, remove_flat
 
 FORMAT = 1  # a new number leaves entries of an older form alone
 _CONTENTS = "contents.json"

@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pmlf.files import new_folder, remove_flat, write_atomically
+from pmlf.basics.files import new_folder, remove_flat, write_atomically
 
 CACHE_VARIABLE = "PMLF_CACHE"
 FOLDER_NAME = "pmlf-arrays"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pmlf.basics.hub import snapshot
 from pmlf.data.cache import digest
 from pmlf.data.catalogue import DEFAULT
-from pmlf.hub import snapshot
 
 DATA_DIR_VARIABLE = "PMLF_DATA"
 ROWS_PER_READ = 1000

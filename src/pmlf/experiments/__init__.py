@@ -1,1 +1,1 @@
-"""Runs as data (`spec`), what carries them out (`runner`) and what a terminal shows of them (`display`)."""
+"""Runs as data (`spec`) and what carries them out (`runner`)."""

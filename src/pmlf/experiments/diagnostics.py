@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from scipy.signal import lfilter
 from torch import Tensor
 
-from pmlf import theory
-from pmlf.anatomy import Anatomy
-from pmlf.batches import to_device
+from pmlf.basics.batches import to_device
+from pmlf.engine.anatomy import Anatomy
+from pmlf.engine.gradients import Workspace
+from pmlf.engine.momentum import SampleMomentum
+from pmlf.engine.plan import Plan
 from pmlf.experiments.results import SENSITIVE_NOTE
 from pmlf.experiments.spec import RunSpec, flag
 from pmlf.experiments.tasks import Task
-from pmlf.filters import LowPass
-from pmlf.gradients import Workspace
-from pmlf.momentum import SampleMomentum
-from pmlf.plan import Plan
-from pmlf.points import History, Point
-from pmlf.run import PrivateRun
+from pmlf.mechanism import theory
+from pmlf.mechanism.filters import LowPass
+from pmlf.mechanism.points import History, Point
+from pmlf.run.private_run import PrivateRun
 
 PROBED_RECORDS = 256
 SKETCH = 8192

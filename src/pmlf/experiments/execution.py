@@ -16,8 +16,8 @@ from pmlf.experiments.results import Evaluation, Observer, RunResult
 from pmlf.experiments.signals import noted_signals
 from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.tasks import Task
-from pmlf.run import PrivateRun
-from pmlf.sampling import LogicalBatch
+from pmlf.mechanism.sampling import LogicalBatch
+from pmlf.run.private_run import PrivateRun
 
 _SECONDS_BETWEEN_CHECKPOINTS = 60.0
 

@@ -20,12 +20,13 @@ from typing import Any
 import safetensors.torch
 from torch import nn
 
-from pmlf import certificate, certificate_page, checkpoint
+from pmlf import checkpoint
+from pmlf.basics.files import new_folder, partial_name, remove_flat, write_atomically, write_json
+from pmlf.evidence import certificate, certificate_page
+from pmlf.evidence.ledger import refuse_in_use
 from pmlf.experiments.results import Evaluation, RunResult
 from pmlf.experiments.spec import RunSpec, flag
-from pmlf.files import new_folder, partial_name, remove_flat, write_atomically, write_json
-from pmlf.ledger import refuse_in_use
-from pmlf.run import PrivateRun
+from pmlf.run.private_run import PrivateRun
 
 _MAY_GROW = ("epochs", "steps")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pmlf.experiments.spec import RunSpec
 
 if TYPE_CHECKING:  # torch behind it takes seconds to import
-    from pmlf.evaluation import Score
+    from pmlf.run.evaluation import Score
 
 SENSITIVE_NOTE = "sensitive: computed from private data before noise, not covered by epsilon"
 
@@ -61,7 +61,7 @@ class Evaluation:
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Evaluation:
         """The evaluation that `to_json` wrote."""
-        from pmlf.evaluation import Score
+        from pmlf.run.evaluation import Score
 
         def scores(name: str) -> dict[str, Score]:
             return {split: Score.from_json(each) for split, each in document[name].items()}

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pmlf import machine
-from pmlf.arguments import require_count
+from pmlf.basics.arguments import require_count
+from pmlf.basics.files import write_json
+from pmlf.checks.inspection import Checked
+from pmlf.evidence.ledger import Ledger
 from pmlf.experiments import tasks
 from pmlf.experiments.checking import check_model
 from pmlf.experiments.diagnostics import Probe
@@ -25,11 +28,8 @@ from pmlf.experiments.progress import Progress
 from pmlf.experiments.results import Observer, RunResult, Unobserved, comparison_json
 from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.tasks import Task
-from pmlf.files import write_json
-from pmlf.inspection import Checked
-from pmlf.ledger import Ledger
-from pmlf.run import PrivateRun
-from pmlf.training import make_private
+from pmlf.run.making import make_private
+from pmlf.run.private_run import PrivateRun
 
 
 def run(

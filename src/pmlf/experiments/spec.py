@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import tyro
 
-from pmlf.arguments import steps_of_epochs
+from pmlf.basics.arguments import steps_of_epochs
 
 if TYPE_CHECKING:  # the methods need torch, which takes seconds to import: not for a --help
     from pmlf.methods import Method

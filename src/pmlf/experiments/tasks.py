@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, Subset, default_collate
 
 from pmlf import data, models
-from pmlf.arguments import require_count
-from pmlf.augmentation import Augmentation, shifted_crops
+from pmlf.basics.arguments import require_count
 from pmlf.data.texts import Padding
-from pmlf.evaluation import Score, confusion_matrix, score
+from pmlf.engine.augmentation import Augmentation, shifted_crops
 from pmlf.experiments.spec import RunSpec, TextOptions, flag
+from pmlf.mechanism.noise import Stream
 from pmlf.models.text import load_classifier
-from pmlf.noise import Stream
+from pmlf.run.evaluation import Score, confusion_matrix, score
 
 SHIFTED_PART = 8  # images are shifted by up to an eighth of their side
 HOLDOUT = "holdout"

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from pmlf.arguments import require_count
-from pmlf.hub import snapshot
+from pmlf.basics.arguments import require_count
+from pmlf.basics.hub import snapshot
 from pmlf.models.seeding import seeded
 
 _ATTENTION_KEYS = ("attn_implementation", "_attn_implementation")  # either may name a kernel of the hub

@@ -1,0 +1,194 @@
+"""Who is measured: the ways to a plain gradient, and those to a sum of clipped per-sample gradients.
+
+Every private one starts at the same weights with the same batch and clip norm, and k evaluation points coincide because
+the weights never move: so all must arrive at the same clipped sum, and its norm is recorded to see that they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pmlf import PrivateStep, methods
+from pmlf.bench.cases import Batch, losses
+from pmlf.methods import Method
+
+CLIP_NORM = 1.0
+_FAINT = 1e-9  # noise that takes as long to draw as any, and leaves the clipped sum readable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """A contender with its model. `gradient` and `release` are timed; they return the clipped sum where they can."""
+
+    gradient: Callable[[], Sequence[Tensor]]
+    release: Callable[[], Sequence[Tensor]] | None = None
+    clear: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A way to a gradient: prepare(model, batch, micro-batches of a step)."""
+
+    name: str
+    prepare: Callable[[nn.Module, Batch, int], Runner]
+    images_only: bool = False
+    imports: tuple[str, ...] = ()
+
+
+def _plain(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
+    def gradient() -> Sequence[Tensor]:
+        losses(model, batch).mean().backward()
+        return ()
+
+    return Runner(gradient=gradient, clear=lambda: model.zero_grad(set_to_none=True))
+
+
+def _plain_channels_last(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
+    inputs, classes = batch
+    layout = torch.channels_last
+    model.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stubs know no module's memory format
+    return _plain(model, (inputs.contiguous(memory_format=layout), classes), micro_batches)
+
+
+def _without_in_place(model: nn.Module) -> nn.Module:
+    """Opacus' hooks refuse in-place activations: it gets the same model without them."""
+    for module in model.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = False
+    return model
+
+
+def _opacus(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
+    """Hooks: grad_sample of every parameter, then what DPOptimizer does with it before it adds noise."""
+    from opacus.grad_sample import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    samples = len(batch[1])
+    module = GradSampleModule(_without_in_place(model), strict=False)  # strict mode refuses RoBERTa's constants
+    optimizer = DPOptimizer(
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        noise_multiplier=0.0,
+        max_grad_norm=CLIP_NORM,
+        expected_batch_size=samples,
+    )
+
+    def gradient() -> Sequence[Tensor]:
+        losses(module, batch).mean().backward()
+        optimizer.clip_and_accumulate()
+        return [parameter.summed_grad for parameter in optimizer.params]
+
+    return Runner(gradient=gradient, clear=lambda: optimizer.zero_grad(set_to_none=True))
+
+
+def _opacus_ghost(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
+    """Ghost clipping: a backward pass for the norms, another one for the sum of the rescaled losses' gradients."""
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    inputs, classes = batch
+    module = GradSampleModuleFastGradientClipping(_without_in_place(model), strict=False, max_grad_norm=CLIP_NORM)
+    optimizer = DPOptimizerFastGradientClipping(
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        noise_multiplier=0.0,
+        max_grad_norm=CLIP_NORM,
+        expected_batch_size=len(classes),
+    )
+    criterion = DPLossFastGradientClipping(module, optimizer, nn.CrossEntropyLoss())
+
+    def gradient() -> Sequence[Tensor]:
+        criterion(module(inputs), classes).backward()
+        return [parameter.grad for parameter in optimizer.params]
+
+    return Runner(gradient=gradient, clear=lambda: optimizer.zero_grad(set_to_none=True))
+
+
+def _vmap(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
+    """torch.func: per-sample gradients by vmap, all of them in memory."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], example: Tensor, target: Tensor) -> Tensor:
+        logits = torch.func.functional_call(model, parameters, (example[None],))
+        return F.cross_entropy(logits, target[None])
+
+    # dropout of probability 0 counts as randomness too
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0), randomness="different")
+
+    def gradient() -> Sequence[Tensor]:
+        gradients = list(per_sample(parameters, *batch).values())
+        norms = torch.stack([each.flatten(1).norm(dim=1) for each in gradients]).norm(dim=0)
+        scale = CLIP_NORM / norms.clamp(min=CLIP_NORM)
+        return [torch.tensordot(scale, each, dims=1) for each in gradients]
+
+    return Runner(gradient=gradient)
+
+
+def _pmlf(method: Method, *, whole_step: bool = False) -> Callable[[nn.Module, Batch, int], Runner]:
+    """One micro-batch and its release, or a whole step with the noise of a real run."""
+
+    def prepare(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
+        repeats = micro_batches if whole_step else 1
+        step = PrivateStep(
+            model,
+            losses,
+            method=method,
+            clip_norm=CLIP_NORM,
+            noise_multiplier=1.0 if whole_step else _FAINT,
+            expected_batch_size=repeats * len(batch[1]) if whole_step else 1,  # 1: what is released is the sum
+        )
+        for _ in range(method.points.depth):  # of an empty batch each: then there are all the past iterates
+            step.release()
+        model.zero_grad(set_to_none=True)
+
+        def gradient() -> Sequence[Tensor]:
+            for _ in range(repeats):
+                step.accumulate(batch)
+            return ()
+
+        def release() -> Sequence[Tensor]:
+            step.release()
+            if whole_step:  # noisy and filtered: not the clipped sum
+                return ()
+            return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+        return Runner(gradient=gradient, release=release, clear=lambda: model.zero_grad(set_to_none=True))
+
+    return prepare
+
+
+def _momentum(k: int) -> Contender:
+    return Contender(name=f"pmlf-k{k}", prepare=_pmlf(methods.dp_pmlf_without_lf(k=k)))
+
+
+PLAIN = ("plain", "plain-channels-last")
+OPACUS = ("opacus", "opacus-ghost")
+STEP = "pmlf-step"  # the one whose time is not that of one batch
+_OPACUS_MODULES = ("opacus.grad_sample", "opacus.optimizers", "opacus.utils.fast_gradient_clipping_utils")
+CONTENDERS: dict[str, Contender] = {
+    contender.name: contender
+    for contender in (
+        Contender(name="plain", prepare=_plain),
+        Contender(name="plain-channels-last", prepare=_plain_channels_last, images_only=True),
+        Contender(name="opacus", prepare=_opacus, imports=_OPACUS_MODULES),
+        Contender(name="opacus-ghost", prepare=_opacus_ghost, imports=_OPACUS_MODULES),
+        Contender(name="vmap", prepare=_vmap),
+        _momentum(1),
+        _momentum(2),
+        _momentum(4),
+        Contender(name=STEP, prepare=_pmlf(methods.dp_pmlf(k=2), whole_step=True)),
+    )
+}
+_GROWTH_ONLY = {"pmlf-k8": _momentum(8)}
+
+
+def find(name: str) -> Contender:
+    """The contender of that name."""
+    known = {**CONTENDERS, **_GROWTH_ONLY}
+    if name not in known:
+        raise ValueError(f"unknown contender {name!r}: choose from {', '.join(CONTENDERS)}")
+    return known[name]

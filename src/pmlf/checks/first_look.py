@@ -1,0 +1,117 @@
+"""Looks at samples before any is summed: is each one's gradient its own, and the one that plain autograd finds?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pmlf.basics.batches import Signature, select, signature
+from pmlf.checks.comparison import Subject, undisturbed
+from pmlf.checks.finding import ASSUMED, STRUCTURAL, Finding
+from pmlf.checks.validation import check_augmentation, check_losses, check_samples, refuse_unsafe_model
+from pmlf.engine.anatomy import Anatomy
+from pmlf.engine.augmentation import Augmentation
+from pmlf.engine.capture import Rows
+from pmlf.engine.layers import NotTakenApart
+from pmlf.engine.plan import Gradients
+from pmlf.mechanism.noise import SeededRandomness, keyed_uniforms
+
+_AUGMENTATIONS = 4  # of a whole micro-batch, in which what happens to one sample in a hundred happens to some
+Modes = tuple[bool, ...]
+
+
+class FirstLook:
+    """Proves that samples do not influence each other, for every mode of the model, form and largest size of a batch.
+
+    Where no proof is found, what can be seen on the first samples is looked at, and every later micro-batch's rows are
+    held to their owners. Gradients of a single sample and of a pair are compared with plain autograd in any case.
+    Samples that are `assumed` to be independent, or have passes of their own, need no proof.
+    """
+
+    def __init__(
+        self, subject: Subject, gradients: Gradients, augmentation: Augmentation | None, *, assumed: bool
+    ) -> None:
+        self._subject = subject
+        self._gradients = gradients
+        self._augmentation = augmentation
+        self._alone = STRUCTURAL[gradients] if gradients != "ghost" else ASSUMED if assumed else None
+        self._modes = Anatomy(subject.model).modes
+        self._gradients_of = 0  # how many samples' gradients were compared: 0, 1 or 2
+        self._augmented = False
+        self._losses = False
+        self._findings: dict[tuple[Modes, Signature], Finding] = {}
+        self._largest: dict[tuple[Modes, Signature], int] = {}  # micro-batch that a finding covers
+
+    @property
+    def finding(self) -> Finding | None:
+        """The weakest of all findings; None before anything was looked at."""
+        if self._alone is not None:
+            return self._alone
+        return next(
+            (found for found in self._findings.values() if not found.proven), next(iter(self._findings.values()), None)
+        )
+
+    def at(self, batch: Any, size: int, modes: Modes) -> Rows:
+        """Raise ValueError if these samples show what would break the guarantee; cheap once enough was seen.
+
+        `modes` are the model's at the moment. Returns how the rows of a layer are known to be the samples' own.
+        """
+        if modes != self._modes:  # another mode is another model
+            refuse_unsafe_model(self._subject.model, self._gradients)
+            self._modes = modes
+            self.again()
+        found = self._alone or self._found(batch, size, modes)
+        few = min(size, 2) if self._gradients != "one-by-one" and self._alone is not ASSUMED else 1
+        if self._gradients_of < few:
+            looked_at = select(batch, slice(0, few))
+            self._look_at_augmentation(looked_at, few)
+            if check_samples(self._subject, looked_at, proven=found.proven):
+                self._gradients_of = few
+        if size > 2 and not self._augmented and self._gradients == "ghost":
+            self._look_at_augmentation(batch, size)
+            self._augmented = True
+        if found.proven:
+            return "their own"
+        if size > 2 and not self._losses:
+            check_losses(self._subject, batch)
+            self._losses = True
+        return "marked"
+
+    def again(self) -> None:
+        """Look at the samples to come as at the first ones."""
+        self._gradients_of, self._augmented, self._losses = 0, False, False
+
+    def _found(self, batch: Any, size: int, modes: Modes) -> Finding:
+        """The finding for batches of this form; looked for again where a batch is larger than any before."""
+        key = modes, signature(batch)
+        found = self._findings.get(key)
+        if found is None or (found.proven and size > self._largest[key]):
+            found = proof(self._subject, batch)
+            self._findings[key], self._largest[key] = found, size
+        return found
+
+    def _look_at_augmentation(self, batch: Any, size: int) -> None:
+        """Several times: it may mix samples by chance."""
+        if self._augmentation is None:
+            return
+        for draw in range(_AUGMENTATIONS):
+            stream = SeededRandomness(0).stream("check", draw)
+            uniforms = keyed_uniforms(stream, torch.arange(size), self._augmentation.draws)
+            check_augmentation(self._augmentation.function, batch, uniforms)
+
+
+def proof(subject: Subject, batch: Any) -> Finding:
+    """Whether samples are proven to be independent; refused where the proof finds that they are not."""
+    try:
+        from pmlf.checks.independence import prove  # torch.distributed takes a while, and some builds lack it
+    except ImportError:
+        return Finding(reason="this build of torch has no torch.distributed.tensor")
+    with undisturbed(subject.model, training=True, dropout=True):
+        found = prove(subject.model, subject.plan, subject.loss_fn, batch)
+    if found.samples_meet:
+        raise NotTakenApart(
+            f"a sample's gradient depends on the other samples of its batch: {found.reason}; compute it for every "
+            "sample by itself"
+        )
+    return found

@@ -1,0 +1,246 @@
+"""`check`: a model and its loss tried on a small batch, and a report of what was measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pmlf.basics.arguments import require_positive
+from pmlf.basics.batches import batch_size, to_dtype, without
+from pmlf.checks.comparison import Subject, clipped_sum, singles, subtract_plain, trained, undisturbed
+from pmlf.checks.first_look import proof
+from pmlf.checks.validation import check_samples, modes_to_check, refuse_unsafe_model
+from pmlf.engine.anatomy import Anatomy
+from pmlf.engine.capture import LossFunction, capture
+from pmlf.engine.gradients import SumBuffers, Workspace
+from pmlf.engine.momentum import SampleMomentum
+from pmlf.engine.plan import Gradients, Plan, require_known
+from pmlf.methods import Method, resolve
+
+LARGEST_SENSITIVITY = 1.0 + 1e-4  # over the clip norm: what rounding may add to one sample's part
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """How a layer's per-sample gradients are taken, and how long its share of a step took on this batch."""
+
+    layer: str
+    kind: str
+    rule: str
+    parameters: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What `check` measured; it raises where something does not hold. `str()` is a readable page.
+
+    The numbers are computed from the batch without noise: on private records they are for their holder's eyes.
+    """
+
+    samples: int
+    parameters: int
+    points: int
+    modes: tuple[str, ...]
+    independence: str  # of the samples: proven, or what stopped the proof
+    sensitivity: float  # the most that leaving one sample out moved the clipped sum, over the clip norm
+    dependence: float  # the most that a sample's norm changed with the others in its batch, relative
+    disagreement: float  # the largest difference of a clipped gradient from plain autograd's, relative
+    layers: tuple[LayerCost, ...]
+
+    def __str__(self) -> str:
+        facts = [
+            (
+                "checked",
+                f"{self.samples} samples, {self.parameters} trained parameters, {self.points} points, dropout off",
+            ),
+            ("modes", " and ".join(self.modes)),
+            ("sensitivity", f"{self.sensitivity:.6f} clip norms: the most that one sample moved the sum"),
+            (
+                "independence",
+                f"{self.dependence:.1e}: the most that a norm changed with the rest of the batch, relative",
+            ),
+            ("", self.independence),
+            ("agreement", f"{self.disagreement:.1e}: the largest difference from plain autograd, relative"),
+        ]
+        lines = [f"{name:<14}{value}" for name, value in facts]
+        total = sum(layer.seconds for layer in self.layers) or 1.0
+        rows = [("layer", "type", "rule", "parameters", "time", "share")] + [
+            (
+                c.layer,
+                c.kind,
+                c.rule,
+                f"{c.parameters:,}",
+                f"{1e3 * c.seconds:.2f} ms",
+                f"{100 * c.seconds / total:.0f} %",
+            )
+            for c in self.layers
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        for row in rows:
+            texts = [row[i].ljust(widths[i]) if i < 3 else row[i].rjust(widths[i]) for i in range(6)]
+            lines.append("  ".join(texts).rstrip())
+        return "\n".join(lines)
+
+
+def check(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    *,
+    method: Method | str = "dp-pmlf",
+    clip_norm: float = 1.0,
+    gradients: Gradients = "ghost",
+) -> Checked:
+    """Verify a model and its loss on a small batch, changing neither; raise ValueError naming what fails.
+
+    Verified: every layer can be private; `loss_fn` gives one loss a sample; a sample's gradient does not depend on the
+    others; norms and clipped sum from the layers' factors agree with plain autograd, one sample at a time; leaving a
+    sample out moves the sum by at most the clip norm. In eval mode, and in training mode too where that differs and is
+    not random. The error never quotes values computed from the batch; the report does. `gradients` are taken as by
+    `PrivateStep`.
+    """
+    require_known(gradients)
+    refuse_unsafe_model(model, gradients)
+    require_positive("clip_norm", clip_norm, "it bounds one sample's part in the sum; the paper uses 1.0")
+    clip_norm = float(clip_norm)
+    points = resolve(method).points
+    weights = [point.weight for point in points.at(points.depth)]
+    plan = Plan.of(model, gradients)
+    subject = Subject(model=model, plan=plan, loss_fn=loss_fn, clip_norm=clip_norm, weights=weights)
+    samples = batch_size(batch)
+    if samples == 0:
+        raise ValueError("the batch is empty: give at least one sample, better three or more")
+    modes = modes_to_check(subject, batch)
+    independence = proof(subject, batch)
+    check_samples(subject, batch, proven=independence.proven)
+    found = []
+    for training in modes:
+        with undisturbed(model, training=training):
+            measured = _measure(subject, batch)
+        if measured.sensitivity > LARGEST_SENSITIVITY:
+            measured = _in_double(subject, batch, training)
+        found.append(measured)
+    costs = _layer_costs if gradients == "ghost" else _whole_cost
+    with undisturbed(model, training=False):
+        costs(subject, batch)  # a warm-up
+        layers = costs(subject, batch)
+    return Checked(
+        samples=samples,
+        parameters=len(subject.plan.parameters),
+        points=len(weights),
+        modes=tuple("training mode" if training else "eval mode" for training in modes),
+        independence=str(independence),
+        sensitivity=max(measured.sensitivity for measured in found),
+        dependence=max(measured.dependence for measured in found),
+        disagreement=max(measured.disagreement for measured in found),
+        layers=layers,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    sensitivity: float
+    dependence: float
+    disagreement: float
+
+
+def _measure(subject: Subject, batch: Any) -> _Measured:
+    """Leave each sample out once, and look at each alone; samples whose gradient is not finite take no part."""
+    samples = batch_size(batch)
+
+    def added_up(part: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        sums = SumBuffers().other_than(None, trained(subject.model))
+        return clipped_sum(subject, part, sums)[0], sums
+
+    together, whole = added_up(batch)
+    sensitivity, dependence, disagreement = 0.0, 0.0, 0.0
+    for index, single in enumerate(singles(batch)):
+        others = added_up(without(batch, index))[1] if samples > 1 else {}
+        moved = _norm([whole[name] - others[name] if others else whole[name] for name in whole])
+        sensitivity = max(sensitivity, moved / subject.clip_norm)
+        alone, sums = added_up(single)
+        norm = float(alone[0])
+        plain = subtract_plain(subject, single, sums)
+        if norm == 0.0 or not alone.isfinite().all():
+            continue
+        dependence = max(dependence, abs(float(together[index]) - norm) / norm)
+        if plain > 0.0:
+            disagreement = max(disagreement, _norm(list(sums.values())) / min(plain, subject.clip_norm))
+    return _Measured(sensitivity=sensitivity, dependence=dependence, disagreement=disagreement)
+
+
+def _in_double(subject: Subject, batch: Any, training: bool) -> _Measured:
+    """Rounding may push another sample's activation over a kink: what remains in float64 is a fault."""
+    exact = subject.in_double()
+    with undisturbed(exact.model, training=training):
+        measured = _measure(exact, to_dtype(batch, torch.float64))
+    if measured.sensitivity > LARGEST_SENSITIVITY:
+        raise ValueError(
+            "leaving one sample out moves the sum of the clipped gradients by more than the clip norm, so a sample "
+            "changes the others' gradients: look for an operation across axis 0"
+        )
+    return measured
+
+
+def _whole_cost(subject: Subject, batch: Any) -> tuple[LayerCost, ...]:
+    """Time the model as a whole, where its gradients are not taken layer by layer."""
+    values = trained(subject.model)
+    start = time.perf_counter()
+    clipped_sum(subject, batch, SumBuffers().other_than(None, values))
+    return (
+        LayerCost(
+            layer="(model)",
+            kind=type(subject.model).__name__,
+            rule=subject.plan.gradients,
+            parameters=sum(value.numel() for value in values.values()),
+            seconds=time.perf_counter() - start,
+        ),
+    )
+
+
+def _layer_costs(subject: Subject, batch: Any) -> tuple[LayerCost, ...]:
+    """Time every layer's rule, norms and clipped sum, parameter by parameter."""
+    plan, samples, values = subject.plan, batch_size(batch), trained(subject.model)
+    seconds = dict.fromkeys(plan.parameters, 0.0)
+    contributions = capture(Anatomy(subject.model), plan, values, subject.loss_fn, batch, samples, 1.0)
+    found = next(contributions, None)  # the passes through the model; the first rule's own time goes with them
+    sums = SumBuffers().other_than(None, values)
+    start = time.perf_counter()
+    while found is not None:
+        name, contribution = found
+        alone = SampleMomentum(replace(plan, parameters=(name,)), samples, 1, Workspace())
+        alone.add(name, contribution)
+        alone.write_clipped_sum(1.0, "flat", None, sums)
+        now = time.perf_counter()
+        seconds[name] += now - start
+        start, found = now, next(contributions, None)
+    owners = {parameter: watched for watched in reversed(plan.watched) for parameter in watched.own.values()}
+    kinds = {layer: type(module).__name__ for layer, module in subject.model.named_modules()}
+    costs: dict[str, LayerCost] = {}
+    for parameter in plan.parameters:
+        owner = owners.get(parameter)
+        layer = parameter if owner is None else owner.name
+        rule = "a copy a sample" if owner is None else _rule_name(owner.rule)
+        before = costs.get(layer)
+        costs[layer] = LayerCost(
+            layer=layer or "(model)",
+            kind="Parameter" if owner is None else kinds[owner.name],
+            rule=rule,
+            parameters=values[parameter].numel() + (before.parameters if before else 0),
+            seconds=seconds[parameter] + (before.seconds if before else 0.0),
+        )
+    return tuple(costs.values())
+
+
+def _rule_name(rule: Any) -> str:
+    return "vmap" if rule is None else rule.__name__.strip("_").replace("_", " ")
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return float(torch.stack([tensor.double().norm() for tensor in tensors]).norm())

@@ -1,0 +1,283 @@
+"""What a terminal shows of results, on stdout: facts in two columns, tables, a picture."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from pmlf.experiments.results import RunResult
+
+if TYPE_CHECKING:  # torch behind it takes seconds to import
+    from pmlf.audit import ModelReport, Report
+    from pmlf.evidence.certificate import Claim
+    from pmlf.mechanism.filter_report import FilterReport
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_MOST_MOVES_NAMED = 3
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction as a percentage.
+
+    >>> percent(0.8125)
+    '81.2 %'
+    """
+    return "-" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def accuracies(last: float | None, averaged: float | None) -> str:
+    """The last iterate's accuracy, and that of the average where one is kept.
+
+    >>> accuracies(0.81, None), accuracies(0.81, 0.82)
+    ('81.0 %', '81.0 %, EMA 82.0 %')
+    """
+    return percent(last) if averaged is None else f"{percent(last)}, EMA {percent(averaged)}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, with minutes where there are some.
+
+    >>> duration(75.3), duration(9.04)
+    ('1 min 15 s', '9.0 s')
+    """
+    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60} s"
+
+
+def sparkline(fractions: Sequence[float]) -> str:
+    """Values from 0 to 1 as blocks.
+
+    >>> sparkline([0.1, 0.6, 1.0])
+    '▁▅█'
+    """
+    return "".join(_BLOCKS[min(int(value * len(_BLOCKS)), len(_BLOCKS) - 1)] for value in fractions)
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and values in two columns; not a table, which would fold a long path.
+
+    >>> print(facts([("epsilon", "3"), ("steps", "10")]))
+    epsilon  3
+    steps    10
+    """
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def run_summary(result: RunResult) -> str:
+    """A run's result in a few lines."""
+    spec = result.spec
+    noise = "cryptographic" if spec.seed is None else f"seed {spec.seed}: reproducible, so the model is not for release"
+    return facts(
+        [
+            ("run", f"{spec.method}, {spec.model_name} on {spec.dataset}"),
+            *_scores(result),
+            ("epsilon", _epsilon(result)),
+            ("steps", f"{result.steps} of {result.planned_steps}, {duration(result.seconds)}{_why_fewer(result)}"),
+            ("noise multiplier", f"{result.noise_multiplier:.4g}"),
+            ("noise", noise),
+            ("written to", str(result.out)),
+        ]
+    )
+
+
+def _epsilon(result: RunResult) -> str:
+    """What is certified, and what was spent where that is less."""
+    spent, unit = f"{result.epsilon:.4g}", "for adding or removing one training record"
+    if result.certified_epsilon is None:
+        return f"{spent} spent at delta {result.spec.delta:.3g}; none is certified"
+    certified = f"{result.certified_epsilon:.4g}"
+    rest = "" if certified == spent else f"; {spent} spent so far"
+    return f"{certified} at delta {result.spec.delta:.3g}, {unit}{rest}"
+
+
+def _why_fewer(result: RunResult) -> str:
+    return "; stopped at its epsilon, which lost steps or other runs have used up" if result.budget_spent else ""
+
+
+def _scores(result: RunResult) -> list[tuple[str, str]]:
+    """A line a split: accuracy with its interval, F1 and the average's where there are some."""
+    if not result.evaluations:
+        return [("test accuracy", "-")]
+    last = result.evaluations[-1]
+    lines = []
+    for split, score in last.scores.items():
+        low, high = score.interval
+        line = f"{percent(score.accuracy)} (95 % interval {100 * low:.1f} to {percent(high)})"
+        if score.f1 is not None:
+            line += f", F1 {percent(score.f1)}"
+        if last.ema_scores is not None:
+            line += f", EMA {percent(last.ema_scores[split].accuracy)}"
+        lines.append((f"{split} accuracy", line))
+    return lines
+
+
+def comparison_table(results: Sequence[RunResult]) -> Table:
+    """A row a method, best accuracy in bold."""
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("method")
+    for heading in ("epsilon", "test accuracy", "time"):
+        table.add_column(heading, justify="right")
+    best = max((result.test_accuracy or 0.0 for result in results), default=0.0)
+    for result in results:
+        table.add_row(
+            result.spec.method,
+            f"{result.epsilon:.4g}",
+            percent(result.test_accuracy),
+            duration(result.seconds),
+            style="bold" if result.test_accuracy == best else None,
+        )
+    return table
+
+
+def claims_table(claims: Sequence[Claim]) -> Table:
+    """What a certificate states, beside what its numbers give."""
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("claim")
+    for heading in ("stated", "recomputed"):
+        table.add_column(heading, justify="right")
+    table.add_column("holds")
+    for claim in claims:
+        row = (claim.name.replace("_", " "), f"{claim.stated:.6g}", f"{claim.recomputed:.6g}")
+        table.add_row(*row, "yes" if claim.holds else "NO")
+    return table
+
+
+def trials_table(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """A row a run of a ledger."""
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("run")
+    for heading in ("events", "planned", "noise multiplier", "sample rate"):
+        table.add_column(heading, justify="right")
+    for run in runs:
+        counts = (run["run"], str(run["events"]), str(run["planned_steps"]))
+        table.add_row(*counts, f"{run['noise_multiplier']:.4g}", f"{run['sample_rate']:.4g}")
+    return table
+
+
+def filter_summary(report: FilterReport) -> str:
+    """A filter's numbers."""
+
+    def listed(values: Sequence[float]) -> str:
+        return "  ".join(f"{value:.4g}" for value in values) or "none"
+
+    poles = [f"{real:.4g}" + (f"{imaginary:+.4g}i" if imaginary else "") for real, imaginary in report.poles]
+    return facts(
+        [
+            ("a", listed(report.a)),
+            ("b", listed(report.b)),
+            ("bias correction", "yes" if report.corrected else "no"),
+            ("poles", "  ".join(poles) or "none"),
+            ("DC gain", f"{report.dc_gain:.4g}"),
+            ("noise gain", f"{report.noise_gain:.4g}"),
+            ("mean delay", "none" if report.mean_delay is None else f"{report.mean_delay:.4g} steps"),
+            ("weights", listed(report.weights)),
+            ("all weights >= 0", "yes" if report.convex else "no"),
+        ]
+    )
+
+
+def response_table(gains: Mapping[float, float]) -> Table:
+    """What is left of an oscillation, by its frequency."""
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("cycles per step", "gain", "dB"):
+        table.add_column(heading, justify="right")
+    for frequency, gain in gains.items():
+        table.add_row(f"{frequency:.2f}", f"{gain:.4g}", f"{20 * math.log10(max(gain, 1e-12)):.1f}")
+    return table
+
+
+def audit_table(reports: Sequence[Report]) -> Table:
+    """A row a bound: what is claimed, what was measured, and whether the claim stands."""
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("audited")
+    table.add_column("bound")
+    for heading in ("at delta", "claimed epsilon", "at least"):
+        table.add_column(heading, justify="right")
+    table.add_column("claim")
+    for report in reports:
+        for index, bound in enumerate(report.bounds):
+            table.add_row(
+                "" if index else report.subject,
+                bound.name,
+                f"{bound.delta:.3g}",
+                f"{bound.claimed:.4g}",
+                f"{bound.epsilon:.4g}",
+                "REFUTED" if bound.refutes else "stands",
+                style="bold" if bound.refutes else None,
+            )
+    return table
+
+
+def sensitivity_table(reports: Sequence[ModelReport]) -> Table:
+    """A row a model: how far the worst record found moves the clipped sum."""
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("audited")
+    for heading in ("sum moved by", "in float64", "tried", "refused"):
+        table.add_column(heading, justify="right")
+    table.add_column("claim")
+    for report in reports:
+        found = report.sensitivity
+        table.add_row(
+            report.subject,
+            f"{found.multiple:.6f} C",
+            "-" if found.exact is None else f"{found.exact:.6f} C",
+            str(found.evaluations),
+            str(found.refused),
+            "stands" if found.holds else "REFUTED",
+            style=None if found.holds else "bold",
+        )
+    return table
+
+
+def worst_records(reports: Sequence[ModelReport]) -> str:
+    """Where each worst record was found and by which moves, never what is in it."""
+    rows = []
+    for report in reports:
+        found = report.sensitivity
+        mode = "training" if found.training else "eval"
+        where = f"example {found.example} beside {found.others} others, {mode} mode, release {found.releases + 1}"
+        rows.append((report.subject, f"{where}; {_counted(found.moves)}"))
+    return facts(rows)
+
+
+def _counted(moves: Sequence[str]) -> str:
+    """Moves by name, those made most often first.
+
+    >>> _counted(["scale", "make zero", "scale"])
+    '2 x scale, 1 x make zero'
+    """
+    counts = Counter(moves).most_common(_MOST_MOVES_NAMED)
+    rest = len(moves) - sum(count for _, count in counts)
+    named = [f"{count} x {name}" for name, count in counts] + ([f"{rest} more moves"] if rest else [])
+    return ", ".join(named) or "as it is"
+
+
+def plot_accuracy(results: Sequence[RunResult], path: Path) -> None:
+    """Draw test accuracy against epochs, a line a method, into the image file `path`."""
+    # Figure alone, without pyplot: it needs no display and leaves no figure behind.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for result in results:
+        epochs = [evaluation.epoch for evaluation in result.evaluations]
+        accuracies = [evaluation.test_accuracy for evaluation in result.evaluations]
+        axes.plot(epochs, accuracies, marker="o", label=f"{result.spec.method} ({percent(result.test_accuracy)})")
+    first = results[0]
+    axes.set(
+        title=f"{first.spec.model} on {first.spec.dataset}, epsilon {first.epsilon:.3g}, delta {first.spec.delta:.3g}",
+        xlabel="epoch",
+        ylabel="test accuracy",
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,93 @@
+"""`pmlf filter`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pmlf.cli import display
+from pmlf.cli.common import Command, check_plot
+from pmlf.experiments.spec import shown_default
+
+if TYPE_CHECKING:  # torch behind it takes seconds to import
+    from pmlf.mechanism.filters import LowPass
+
+_SHOWN_FREQUENCIES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)  # cycles per step
+_PAPER_FILTER = ((-0.9,), (0.1,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter(Command):
+    """What a low-pass filter does to a private gradient: m_t = -sum_r a_r m_(t-r) + sum_r b_r v_(t-r).
+
+    The noise gain is the variance of white noise after the filter, the mean delay the age in steps of what comes out.
+    Give coefficients, or one of the designs --butterworth, --moving-average, --exponential.
+    """
+
+    a: Annotated[tuple[float, ...] | None, shown_default("-0.9", "[FLOAT ...]")] = None
+    """Feedback coefficients a_1 a_2 ..., as in `--a -0.9`; no number at all, `--a --b 0.5 0.5`, is no feedback."""
+
+    b: Annotated[tuple[float, ...] | None, shown_default("0.1", "FLOAT [FLOAT ...]")] = None
+    """Feed-forward coefficients b_0 b_1 ..., as in `--b 0.15 -0.05`."""
+
+    butterworth: Annotated[tuple[int, float] | None, shown_default("none", "ORDER CUTOFF")] = None
+    """Butterworth filter with its half-power point at CUTOFF, a fraction of half a cycle per step."""
+
+    moving_average: Annotated[int | None, shown_default("none", "STEPS")] = None
+    """Mean of the last STEPS gradients."""
+
+    exponential: Annotated[float | None, shown_default("none", "DECAY")] = None
+    """Exponential average in which the past weighs DECAY, in (0, 1)."""
+
+    uncorrected: bool = False
+    """Without bias correction, which allows any DC gain, as inner-outer's filter has: `--a -0.9 --b 1`."""
+
+    weights: int = 8
+    """How many weights of the impulse response to print."""
+
+    plot: Annotated[Path | None, shown_default("none")] = None
+    """Picture of the frequency and the impulse response: a .png, .pdf or .svg file."""
+
+    def execute(self) -> int:
+        from pmlf.mechanism import filter_report
+
+        check_plot(self.plot)
+        if self.weights < 1:
+            raise ValueError(f"weights={self.weights} is not a number of weights to print: give 1 or more")
+        low_pass = self._low_pass()
+        report = filter_report.analyse(low_pass, self.weights)
+        # 51 points from 0 to 1/2 with the end are hundredths of a cycle apart
+        _, response = low_pass.frequency_response(51)
+        gains = {frequency: abs(complex(response[round(100 * frequency)])) for frequency in _SHOWN_FREQUENCIES}
+        if self.plot:
+            filter_report.plot(low_pass, self.plot)
+        document = {
+            **asdict(report),
+            "frequency_response": [{"frequency": f, "gain": gain} for f, gain in gains.items()],
+        }
+        self.show(document, display.filter_summary(report), display.response_table(gains))
+        return 0
+
+    def _low_pass(self) -> LowPass:
+        from pmlf.mechanism import filters
+
+        designs = {
+            "coefficients": self.a is not None or self.b is not None,
+            "--butterworth": self.butterworth is not None,
+            "--moving-average": self.moving_average is not None,
+            "--exponential": self.exponential is not None,
+        }
+        if sum(designs.values()) > 1:
+            given = " and ".join(name for name, there in designs.items() if there)
+            raise ValueError(f"{given} are given, and each is a filter: give one")
+        if self.butterworth is not None:
+            return filters.butterworth(*self.butterworth)
+        if self.moving_average is not None:
+            return filters.moving_average(self.moving_average)
+        if self.exponential is not None:
+            return filters.exponential(self.exponential)
+        a, b = _PAPER_FILTER
+        return filters.LowPass(
+            a if self.a is None else self.a, b if self.b is None else self.b, corrected=not self.uncorrected
+        )

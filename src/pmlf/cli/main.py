@@ -1,0 +1,69 @@
+"""The command `pmlf`: parse, execute, and turn what goes wrong into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Annotated, TextIO
+
+import tyro
+
+from pmlf.cli.account import Account
+from pmlf.cli.audit import Audit
+from pmlf.cli.bench import Bench
+from pmlf.cli.common import INTERRUPTED, REFUSED, Command, in_words_of_the_command_line, say
+from pmlf.cli.filter import Filter
+from pmlf.cli.report import Report
+from pmlf.cli.reproduce import Reproduce
+from pmlf.cli.training import Compare, Train
+
+_AnyCommand = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Account, tyro.conf.subcommand("account")]
+    | Annotated[Filter, tyro.conf.subcommand("filter")]
+    | Annotated[Audit, tyro.conf.subcommand("audit")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, execute, and return the exit code: 0, 2 for what is refused, 130 after Ctrl-C."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)
+        warnings.showwarning = _show_warning
+        command: Command | None = None
+        try:
+            command = tyro.cli(
+                _AnyCommand,
+                prog="pmlf",
+                description="Differentially private training: DP-PMLF and its family.",
+                args=argv,
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
+            )
+            return command.execute()
+        except SystemExit as stop:  # --help, or what the parser refused with a message of its own
+            return stop.code if isinstance(stop.code, int) else 1
+        except KeyboardInterrupt:
+            say("interrupted")
+            return INTERRUPTED
+        except BrokenPipeError:  # whoever read the output has seen enough, as in `pmlf filter | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except (ValueError, OSError) as error:
+            say(f"error: {in_words_of_the_command_line(error, command)}")
+            return REFUSED
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    say(f"warning: {message}")

@@ -1,0 +1,196 @@
+"""Run a loss at an evaluation point and bring back each layer's input and output gradient; no weight gradients.
+
+What is silently wrong elsewhere and handled here: the gradient at an output *tensor* after an in-place activation (it
+is taken at the gradient edge); checkpointed layers recomputed with other parameters (the backward pass runs inside the
+parameter swap) or recorded twice (hooks record in the forward pass only); autocast's cache of another point's weights;
+autocast around all of it, which would round norms and sums too (it serves the loss alone); buffers and frozen
+parameters rewritten from the data; an input changed in place after a layer used it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pmlf.engine.anatomy import Anatomy
+from pmlf.engine.half_precision import without_autocast
+from pmlf.engine.layers import Call, Contribution, NotTakenApart
+from pmlf.engine.plan import Plan
+from pmlf.engine.recording import Recorder, hooked, refuse_reentrant_checkpoint, refuse_rows_of_others
+from pmlf.engine.swap import swapped
+from pmlf.engine.vmapped import by_vmap
+
+LossFunction = Callable[[Any, Any], Any]
+Rows = Literal["their own", "marked"]
+
+
+def capture(
+    anatomy: Anatomy,
+    plan: Plan,
+    values: Mapping[str, Tensor],
+    loss_fn: LossFunction,
+    batch: Any,
+    samples: int,
+    weight: float,
+    *,
+    rows: Rows = "their own",
+) -> Iterator[tuple[str, Contribution]]:
+    """weight * (per-sample gradients of the loss at the parameters `values`), as (parameter, contribution) pairs.
+
+    Of a single sample where the plan is to take them one by one. `rows` of layers that are proven to be the samples'
+    own, in order, are taken as they are. Others are held to their owners: a second backward pass scales each sample's
+    loss by a mark of its own, and its rows must scale with it.
+    """
+    assert samples == 1 or plan.gradients == "ghost"
+    leaves = {name: _leaf(plan, name, value, samples).requires_grad_() for name, value in values.items()}
+    model, parameters, buffers = anatomy.model, anatomy.parameters, anatomy.buffers
+    versions = [(name, parameter, parameter._version) for name, parameter in parameters.items()]
+    replacements = {id(parameters[name]): leaf for name, leaf in leaves.items()}
+    replacements |= {id(buffer): buffer.clone() for buffer in buffers.values()}
+    recorder = Recorder(samples)
+    with hooked(anatomy, plan, recorder), no_autocast_cache(), swapped(anatomy, replacements) as swap:
+        loss = per_sample_loss(_called(loss_fn, model, batch, plan), samples)
+        recorder.recording = False
+        if recorder.without_grad:
+            refuse_reentrant_checkpoint(loss, recorder.without_grad)
+        bare = sorted(leaves if plan.gradients == "one-by-one" else plan.expanded)
+        wanted: list[Any] = [*recorder.edges, *(leaves[name] for name in bare)]
+        if not wanted:
+            raise ValueError(
+                f"no layer with trained parameters ran, and {plan.parameters[0]!r}, for example, was used in another "
+                "way: keep parameters in the module whose forward uses them"
+            )
+        marking = rows == "marked" and samples > 1
+        grads = torch.autograd.grad(
+            loss, wanted, torch.full_like(loss, weight), allow_unused=True, retain_graph=marking
+        )
+        if marking:
+            marks = _marks(loss)
+            names = [*(seen.described for seen in recorder.seen), *(f"parameter {name!r}" for name in bare)]
+            for name, grad, marked in zip(
+                names, grads, torch.autograd.grad(loss, wanted, weight * marks, allow_unused=True), strict=True
+            ):
+                refuse_rows_of_others(name, grad, marked, marks)
+            del grad, marked
+    del loss, wanted
+    swap.written += [name for name, parameter, version in versions if parameter._version != version]
+    swap.refuse_written()
+    recorder.refuse_changed_inputs()
+
+    of_bare = dict(zip(bare, grads[len(recorder.seen) :], strict=True))
+    calls = deque(zip(recorder.seen, grads[: len(recorder.seen)], strict=True))
+    del grads
+    recorder.forget()
+    while calls:  # what a layer has served for is let go before the next one
+        seen, grad = calls.popleft()
+        if grad is None:
+            continue
+        own = seen.watched.own
+        call = Call(
+            name=seen.watched.name,
+            module=seen.module,
+            args=seen.args,
+            named_args=seen.named_args,
+            grad=grad.reshape(seen.shape),
+            samples=samples,
+            output=seen.output,
+            statistics=seen.statistics,
+        )
+        with without_autocast():
+            if seen.watched.rule is not None:
+                found = seen.watched.rule(call, own)
+            else:
+                found = by_vmap(call, own, _module_values(anatomy, seen.module, values))
+        del seen, grad, call
+        for local in list(found):
+            yield own[local], found.pop(local)
+    for name, grad in of_bare.items():
+        if grad is not None:
+            yield name, grad.unsqueeze(0) if plan.gradients == "one-by-one" else grad
+
+
+def _marks(loss: Tensor) -> Tensor:
+    """A power of two for every sample, drawn anew each time: scaling by it rounds nothing, and two samples' are alike
+    once in 24 times."""
+    drawn = torch.tensor(list(os.urandom(len(loss))), dtype=torch.float64)
+    return (0.5 ** (drawn % 24)).to(loss)
+
+
+def _called(loss_fn: LossFunction, model: nn.Module, batch: Any, plan: Plan) -> Any:
+    try:
+        return loss_fn(model, batch)
+    except (RuntimeError, ValueError) as error:
+        if not plan.expanded:
+            raise
+        raise NotTakenApart(
+            f"loss_fn failed where parameters of leading size 1 ({', '.join(sorted(plan.expanded))}) have a copy for "
+            "every sample: let them broadcast, or use .expand(samples, ...) in place of repeat, tile and cat"
+        ) from error
+
+
+def _leaf(plan: Plan, name: str, value: Tensor, samples: int) -> Tensor:
+    """A point's parameter as a leaf of its own graph."""
+    if name in plan.expanded:
+        return value.detach().expand(samples, *value.shape[1:])
+    if name in plan.convolved and value.device.type != "mps":  # convolutions follow their weights' layout
+        return value.detach().contiguous(memory_format=torch.channels_last)
+    return value.detach()
+
+
+def per_sample_loss(result: Any, samples: int, *, differentiable: bool = True) -> Tensor:
+    """The loss as one number a sample; several losses are added sample by sample."""
+    parts = list(result.values()) if isinstance(result, Mapping) else result
+    parts = list(parts) if isinstance(parts, (tuple, list)) else [parts]
+    for part in parts:
+        if not isinstance(part, Tensor):
+            raise ValueError(
+                f"loss_fn returned a {type(part).__name__}: return a tensor with one loss a sample, for example "
+                "F.cross_entropy(model(x), y, reduction='none')"
+            )
+        if part.ndim == 0:
+            raise ValueError(
+                "loss_fn returned a scalar, the mean or sum over the batch: return one loss a sample, for example "
+                "F.cross_entropy(logits, labels, reduction='none'); a Hugging Face model's own .loss is such a mean, "
+                "take its .logits instead"
+            )
+        if part.shape != (samples,):
+            raise ValueError(
+                f"loss_fn returned a tensor with {part.ndim} axes that is not one loss a sample: return shape "
+                "(samples,), summing or averaging over every axis but the first"
+            )
+    if not parts:
+        raise ValueError("loss_fn returned no loss: return a tensor with one loss a sample")
+    loss: Tensor = sum(parts[1:], start=parts[0])
+    if differentiable and not loss.requires_grad:
+        raise ValueError(
+            "the loss does not depend on any trainable parameter: loss_fn must call the model it is given, with "
+            "gradients on (no torch.no_grad)"
+        )
+    return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
+
+
+def _module_values(anatomy: Anatomy, module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All parameters of one module, by their names in it, at the evaluation point."""
+    names = {id(p): name for name, p in anatomy.parameters.items()}
+    return {
+        local: values.get(names[id(p)], p.detach()).detach()
+        for local, p in module.named_parameters(remove_duplicate=False)
+    }
+
+
+@contextmanager
+def no_autocast_cache() -> Iterator[None]:
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(enabled)

@@ -1,0 +1,406 @@
+"""One use of a parameter in a forward pass, as factors: sample i's gradient is sum_t left_t right_t^T over tokens t.
+
+The k evaluation points, and several uses of one parameter, only add tokens ("ghost momentum"). A use knows how to form
+its per-sample gradients, how to take inner products with another use of the same parameter without forming them, and
+how to add their clipped sum by one matrix product.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pmlf.engine.arithmetic import add_product, blank, same_memory, wide_dtype
+
+Scratch = Callable[[Tensor], Tensor]  # work memory like a given tensor
+Order = Literal["own", "transposed", "channels last"]  # of the numbers in a per-sample gradient that is formed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors(ABC):
+    """A parameter seen as `groups` matrices of (rows, cols), in `arranged`'s order, with tokens of each sample."""
+
+    samples: int
+    groups: int = 1
+    tokens: int
+    rows: int
+    cols: int
+
+    @property
+    def size(self) -> int:
+        """Numbers in one per-sample gradient."""
+        return self.groups * self.rows * self.cols
+
+    @property
+    def single(self) -> bool:
+        """Whether a gradient is one product of two vectors, in which nothing can cancel."""
+        return self.tokens == 1 and self.groups == 1
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of the sides."""
+
+    @property
+    @abstractmethod
+    def gram_operations(self) -> int:
+        """Multiplications of one sample's inner products with one other use."""
+
+    @property
+    def form_operations(self) -> int:
+        """Multiplications that form one sample's gradient."""
+        return self.tokens * self.size
+
+    @property
+    def form_touches(self) -> int:
+        """Numbers written and read where a gradient is formed and its norm taken."""
+        return 2 * self.size
+
+    @property
+    def side_size(self) -> int:
+        """Numbers in the sides of one sample."""
+        return self.groups * self.tokens * (self.rows + self.cols)
+
+    @property
+    def gram_size(self) -> int:
+        """Numbers of one sample at work in inner products: `wide` and what comes of it."""
+        return self.side_size + 2 * self.groups * self.tokens**2
+
+    @property
+    def stored(self) -> int:
+        """Numbers of one sample kept in memory."""
+        return self.side_size
+
+    @abstractmethod
+    def sides(self, chosen: slice) -> tuple[Tensor, Tensor]:
+        """(left, right) of some samples: (n, groups, tokens, rows), or row indices (n, 1, tokens); and
+        (n, groups, tokens, cols)."""
+
+    def vectors(self) -> tuple[Tensor, ...]:
+        """Of a single token, (samples, features) each: its gradient is their product, with one-hot vectors left out."""
+        return tuple(side.flatten(1) for side in self.sides(slice(0, self.samples)) if side.is_floating_point())
+
+    @property
+    def window(self) -> Window | None:
+        """How patches slide over pixels, where inner products of pixels can stand for those of patches."""
+        return None
+
+    @abstractmethod
+    def wide(self, chosen: slice, window: Window | None) -> Wide:
+        """The sides of some samples in float64, ready for inner products with uses that have the same window."""
+
+    @abstractmethod
+    def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
+        """out = sum_i scale_i * gradient_i, or out += it."""
+
+    @abstractmethod
+    def without(self, refused: Tensor) -> Factors:
+        """The same with zeros in place of the samples marked in `refused` (scaling an inf by 0 would give NaN)."""
+
+    def merged(self, other: Factors) -> Factors | None:
+        """Both uses as one with no more tokens, where that can be; None otherwise."""
+        return None
+
+    @property
+    def order(self) -> Order:
+        """The order of `form`, which follows from the parameter's shape: one for all uses of a parameter."""
+        return "transposed" if self.rows < self.cols else "own"
+
+    def arranged(self, flat: Tensor, shape: torch.Size) -> Tensor:
+        """A gradient in the order of `form`, (size,), as a tensor of the parameter's shape."""
+        if self.order == "own":
+            return flat.view(shape)
+        return flat.view(self.cols, self.rows).mT.reshape(shape)
+
+    @abstractmethod
+    def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
+        """Write, or add, the gradients of some samples into out (n, size), in the order of `order`."""
+
+    def spread(self, chosen: slice) -> Tensor:
+        """sum_t |left_t| |right_t| of some samples: the scale of rounding errors, however the tokens cancel."""
+        left, right = self.sides(chosen)
+        dtype = wide_dtype(right)  # float32 would lose squares below 1e-38, and their sides may be large
+        lengths = torch.linalg.vector_norm(right, dim=3, dtype=dtype)
+        if left.is_floating_point():
+            lengths = lengths * torch.linalg.vector_norm(left, dim=3, dtype=dtype)
+        return lengths.sum((1, 2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wide:
+    """Sides of some samples in float64. `window` says that `right` holds pixels, under which patches slide."""
+
+    left: Tensor  # (n, groups, tokens, rows), or row indices (n, 1, tokens)
+    right: Tensor  # (n, groups, tokens, cols), or (n, 1, pixels, channels)
+    window: Window | None = None
+
+    def products(self, other: Wide) -> Tensor:
+        """<left_t, left'_s> <right_t, right'_s> for all pairs of tokens: (n, groups, tokens, tokens')."""
+        right = self.right @ other.right.mT
+        if self.window is not None:
+            right = self.window.patch_products(right)
+        return right.mul_(_inner(self.left, other.left))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """How patches lie over pixels, for stride 1 and dilation 1: shapes of the padded input and of the kernel."""
+
+    space: tuple[int, ...]
+    kernel: tuple[int, ...]
+
+    @property
+    def pixels(self) -> int:
+        return math.prod(self.space)
+
+    def patch_products(self, pixels: Tensor) -> Tensor:
+        """Inner products of patches, as sums of shifted blocks of those of pixels: (n, 1, tokens, tokens)."""
+        dims = len(self.space)
+        out = tuple(size - k + 1 for size, k in zip(self.space, self.kernel, strict=True))
+        grid = pixels.contiguous().view(-1, *self.space, *self.space)
+        steps = [grid.stride(1 + axis) + grid.stride(1 + dims + axis) for axis in range(dims)]  # both sides move
+        total = grid.new_zeros(len(grid), *out, *out)
+        for shift in product(*map(range, self.kernel)):
+            start = grid.storage_offset() + sum(by * step for by, step in zip(shift, steps, strict=True))
+            total += grid.as_strided(total.shape, grid.stride(), start)
+        return total.flatten(1, dims).flatten(2).unsqueeze(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer(Factors):
+    """Linear layers: left and right given, (samples, tokens, rows) and (samples, tokens, cols)."""
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.right.dtype
+
+    @property
+    def gram_operations(self) -> int:
+        return self.tokens * self.tokens * (self.rows + self.cols)
+
+    def sides(self, chosen: slice) -> tuple[Tensor, Tensor]:
+        return self.left[chosen].unsqueeze(1), self.right[chosen].unsqueeze(1)
+
+    def vectors(self) -> tuple[Tensor, ...]:
+        return self.right.squeeze(1), self.left.squeeze(1)
+
+    def wide(self, chosen: slice, window: Window | None) -> Wide:
+        dtype = wide_dtype(self.left)
+        return Wide(left=self.left[chosen].unsqueeze(1).to(dtype), right=self.right[chosen].unsqueeze(1).to(dtype))
+
+    def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
+        long, short = self.left[chosen], self.right[chosen]
+        if self.order == "transposed":  # tall products are faster than wide ones
+            long, short = short, long
+        into = out.view(-1, long.shape[2], short.shape[2])
+        torch.baddbmm(into, long.mT, short, beta=1 if add else 0, out=into)
+
+    def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
+        left, right = self.left, self.right
+        per_sample = scale.to(left).view(-1, 1, 1)
+        if self.rows <= self.cols:  # the side with fewer numbers
+            left = torch.mul(left, per_sample, out=scratch(left))
+        else:
+            right = torch.mul(right, per_sample, out=scratch(right))
+        add_product(left.flatten(0, 1), right.flatten(0, 1), out.view(self.rows, self.cols), add=add)
+
+    def merged(self, other: Factors) -> Factors | None:
+        """A first layer has the same input at every point: only the gradients at its output are added."""
+        if not isinstance(other, Outer) or not same_memory(self.right, other.right):
+            return None
+        return replace(self, left=self.left + other.left)
+
+    def without(self, refused: Tensor) -> Outer:
+        return replace(self, left=blank(self.left, refused), right=blank(self.right, refused))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup(Factors):
+    """Embeddings: token t adds right_t to row index_t, a one-hot left factor that is never written out."""
+
+    index: Tensor  # (samples, tokens)
+    right: Tensor  # (samples, tokens, cols)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.right.dtype
+
+    @property
+    def gram_operations(self) -> int:
+        return self.tokens * self.tokens * self.cols
+
+    @property
+    def form_operations(self) -> int:
+        return self.tokens * self.cols
+
+    @property
+    def form_touches(self) -> int:
+        return 3 * self.size  # made zero first
+
+    @property
+    def side_size(self) -> int:
+        return self.tokens * self.cols
+
+    def sides(self, chosen: slice) -> tuple[Tensor, Tensor]:
+        return self.index[chosen].unsqueeze(1), self.right[chosen].unsqueeze(1)
+
+    def wide(self, chosen: slice, window: Window | None) -> Wide:
+        index, right = self.sides(chosen)
+        return Wide(left=index, right=right.to(wide_dtype(right)))
+
+    def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
+        index, right = self.index[chosen], self.right[chosen]
+        if not add:
+            out.zero_()
+        if self.order == "own":
+            into = out.view(-1, self.rows, self.cols)
+            into.scatter_add_(1, index.unsqueeze(2).expand(-1, -1, self.cols), right)
+        else:
+            into = out.view(-1, self.cols, self.rows)
+            into.scatter_add_(2, index.unsqueeze(1).expand(-1, self.cols, -1), right.mT)
+
+    def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
+        scaled = torch.mul(self.right, scale.to(self.right)[:, None, None], out=scratch(self.right))
+        if not add:
+            out.zero_()
+        out.index_add_(0, self.index.flatten(), scaled.flatten(0, 1))
+
+    def without(self, refused: Tensor) -> Lookup:
+        return replace(self, right=blank(self.right, refused))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patches(Factors):
+    """Convolutions: left is the gradient at an output pixel, right the input patch under it, channels innermost."""
+
+    input: Tensor  # (samples * windows, channels, *space)
+    grad: Tensor  # (samples * windows, groups * rows, *space)
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...]  # as F.pad takes it
+    padding_mode: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.grad.dtype
+
+    @property
+    def _windows(self) -> int:
+        return self.grad.shape[0] // self.samples
+
+    @property
+    def window(self) -> Window | None:
+        """None too where inner products of patches are fewer."""
+        if self.groups > 1 or self._windows > 1 or set(self.stride) | set(self.dilation) != {1}:
+            return None
+        space = tuple(size + k - 1 for size, k in zip(self.grad.shape[2:], self.kernel, strict=True))
+        taps = self.cols // self.input.shape[1]
+        window = Window(space=space, kernel=self.kernel)
+        return window if window.pixels**2 < self.tokens**2 * taps else None
+
+    @property
+    def gram_operations(self) -> int:
+        window = self.window
+        if window is None:
+            return self.groups * self.tokens * self.tokens * (self.rows + self.cols)
+        return self.tokens * self.tokens * self.rows + window.pixels * window.pixels * self.input.shape[1]
+
+    @property
+    def gram_size(self) -> int:
+        window = self.window
+        if window is None:
+            return super().gram_size
+        sides = self.tokens * self.rows + window.pixels * self.input.shape[1]
+        return sides + window.pixels**2 + 2 * self.tokens**2
+
+    @property
+    def form_touches(self) -> int:
+        return 2 * self.size + 2 * self.groups * self.tokens * self.cols  # patches are written out
+
+    @property
+    def stored(self) -> int:
+        return self._windows * (self.input[0].numel() + self.grad[0].numel())
+
+    def sides(self, chosen: slice) -> tuple[Tensor, Tensor]:
+        patches = self._pixels(chosen)  # (m, *space, channels)
+        for axis, (size, stride, gap) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True), 1):
+            patches = patches.unfold(axis, (size - 1) * gap + 1, stride)[..., ::gap]
+        dims = len(self.kernel)
+        # (m, *out, channels, *kernel) -> (n, windows, *out, taps..., groups, channels / groups)
+        patches = patches.movedim(1 + dims, -1).unflatten(-1, (self.groups, -1)).unflatten(0, (-1, self._windows))
+        right = patches.movedim(-2, 1).reshape(-1, self.groups, self.tokens, self.cols)
+        return self._left(chosen), right
+
+    def wide(self, chosen: slice, window: Window | None) -> Wide:
+        if window is None:
+            left, right = self.sides(chosen)
+        else:
+            left, right = self._left(chosen), self._pixels(chosen).flatten(1, -2).unsqueeze(1)
+        dtype = wide_dtype(left)
+        return Wide(left=left.to(dtype), right=right.to(dtype), window=window)
+
+    def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
+        per_row = scale.to(self.grad).repeat_interleave(self._windows)
+        scaled = torch.mul(self.grad, per_row.view(-1, *[1] * (self.grad.ndim - 1)), out=scratch(self.grad))
+        dims = len(self.kernel)
+        input, padding = self.input, self.padding[::-2]
+        if self.padding_mode != "constant" or self.padding[::2] != self.padding[1::2]:
+            input, padding = self._padded(self.input), (0,) * dims
+        gradient = torch.ops.aten.convolution_backward(
+            scaled, input, scaled.new_empty(1).expand(out.shape), None, self.stride, padding, self.dilation,
+            False, (0,) * dims, self.groups, (False, True, False),
+        )[1]  # fmt: skip
+        out.add_(gradient) if add else out.copy_(gradient)
+
+    def without(self, refused: Tensor) -> Patches:
+        rows = refused.repeat_interleave(self._windows)
+        return replace(self, input=blank(self.input, rows), grad=blank(self.grad, rows))
+
+    @property
+    def order(self) -> Order:
+        return "channels last"
+
+    def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
+        left, right = self.sides(chosen)
+        into = out.view(-1, self.rows, self.cols)  # (n * groups, rows, cols)
+        torch.baddbmm(into, left.flatten(0, 1).mT, right.flatten(0, 1), beta=1 if add else 0, out=into)
+
+    def arranged(self, flat: Tensor, shape: torch.Size) -> Tensor:
+        return flat.view(shape[0], *self.kernel, shape[1]).movedim(-1, 1)
+
+    def _padded(self, input: Tensor) -> Tensor:
+        return F.pad(input, self.padding, mode=self.padding_mode) if any(self.padding) else input
+
+    def _pixels(self, chosen: slice) -> Tensor:
+        """Padded inputs of some samples, (m, *space, channels)."""
+        part = slice(chosen.start * self._windows, chosen.stop * self._windows)
+        return self._padded(self.input[part]).movedim(1, -1).contiguous()
+
+    def _left(self, chosen: slice) -> Tensor:
+        part = slice(chosen.start * self._windows, chosen.stop * self._windows)
+        grad = self.grad[part].flatten(2).mT  # (m, out, channels)
+        return grad.reshape(-1, self.tokens, self.groups, self.rows).transpose(1, 2)
+
+
+def _inner(left: Tensor, other: Tensor) -> Tensor:
+    """Inner products of left factors, where row indices stand for one-hot vectors: (n, groups, tokens, tokens')."""
+    if left.is_floating_point() and other.is_floating_point():
+        return left @ other.mT
+    if left.is_floating_point():
+        return _inner(other, left).mT
+    if other.is_floating_point():
+        index = left.unsqueeze(2).expand(-1, -1, other.shape[2], -1)
+        return other.gather(3, index).mT
+    return left.unsqueeze(3) == other.unsqueeze(2)

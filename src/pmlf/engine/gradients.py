@@ -1,0 +1,201 @@
+"""Per-sample gradients of one parameter, held or as factors: their norms and their clipped sum.
+
+The clipped sum of factors is one product with scaled rows, so no per-sample gradient need be formed. Where forming it
+is cheaper (`choice`) it is held, and points add up in place. The norm of a held gradient is taken of the very numbers
+that are added; that of factors makes up for rounding (`norms`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmlf.engine import choice
+from pmlf.engine.arithmetic import blank, blocks, full_precision, squared_norms, wide_dtype
+from pmlf.engine.factors import Factors
+from pmlf.engine.norms import factored_norms
+from pmlf.engine.roots import Roots
+
+_FORM_BYTES = 1 << 25  # sides of the samples formed at once: fewer and longer products, though patches leave the cache
+
+
+class Workspace:
+    """Memory for held gradients and scratch, kept from one micro-batch to the next (fresh pages are slow)."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_buffers": {}}  # what is in it is sensitive, and nobody's: neither copied nor written to a file
+
+    def scratch(self, like: Tensor) -> Tensor:
+        """Uninitialised memory like a tensor, until the next call."""
+        kept = self._kept("", like.dtype, like.device, like.numel())
+        return kept.view(like.shape) if like.is_contiguous() else kept.as_strided(like.shape, _dense_strides(like))
+
+    def part(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Uninitialised memory of a tensor's shape in another precision, until the next call."""
+        return self._kept("part", dtype, like.device, like.numel()).view(like.shape)
+
+    def buffer(self, name: str, factors: Factors, samples: int) -> Tensor:
+        """(samples, size), uninitialised, for the gradients of the parameter `name`."""
+        right = factors.sides(slice(0, 1))[1]
+        return self._kept(name, right.dtype, right.device, samples * factors.size).view(samples, factors.size)
+
+    def _kept(self, name: str, dtype: torch.dtype, device: torch.device, needed: int) -> Tensor:
+        kept = self._buffers.get(name)
+        if kept is None or kept.numel() < needed or kept.dtype != dtype or kept.device != device:
+            kept = self._buffers[name] = torch.empty(needed, dtype=dtype, device=device)
+        return kept if kept.numel() == needed else kept[:needed]
+
+
+class SumBuffers:
+    """Memory for the sum of a logical batch, twice: a micro-batch's sum is written beside the one before it, so that
+    an interrupted one changes nothing. `wide` is in float64, for many samples."""
+
+    def __init__(self, *, wide: bool = False) -> None:
+        self._wide = wide
+        self._sets: list[_Sums] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "_wide": self._wide,
+            "_sets": [],
+        }  # what is in them is sensitive, and nobody's: neither copied nor written to a file
+
+    def give_away(self, current: Mapping[str, Tensor]) -> None:
+        """Never use these tensors again."""
+        self._sets = [kept for kept in self._sets if kept is not current]
+
+    def other_than(self, current: Mapping[str, Tensor] | None, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Uninitialised tensors for the parameters, at least float32, that are not the ones in use."""
+        self._sets = [kept for kept in self._sets if all(t.device == parameters[n].device for n, t in kept.items())]
+        for kept in self._sets:
+            if kept is not current:
+                return kept
+        self._sets.append(_Sums(parameters, self._wide))
+        return self._sets[-1]
+
+
+class _Sums(dict[str, Tensor]):
+    """Made when first written to: by then the factors of the parameter before it have gone."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], wide: bool) -> None:
+        super().__init__()
+        self._parameters = parameters
+        self._wide = wide
+
+    def __missing__(self, name: str) -> Tensor:
+        like = self._parameters[name]
+        dtype = torch.promote_types(like.dtype, wide_dtype(like) if self._wide else torch.float32)
+        self[name] = torch.empty(like.shape, dtype=dtype, device=like.device)
+        return self[name]
+
+
+class ParameterGradient:
+    """All that a micro-batch says about one parameter: contributions of every use at every point, added up."""
+
+    def __init__(self, name: str, workspace: Workspace) -> None:
+        self._name = name
+        self._workspace = workspace
+        self._held: Tensor | None = None  # (samples, size)
+        self._part: Tensor | None = None  # (n, size): a slice formed late, in what the backward pass has let go
+        self._total: Tensor | None = None  # (size,): clipped sum of the slices formed late
+        self._like: Factors | None = None  # whose order the held gradients are in; None: the parameter's own
+        self._factors: list[Factors] = []
+
+    @property
+    def factors(self) -> Sequence[Factors]:
+        """What was not formed yet."""
+        return self._factors
+
+    def add_formed(self, gradient: Tensor) -> None:
+        """Add per-sample gradients (samples, *shape), which may be others' too: they are not written to."""
+        assert self._like is None and not self._factors, f"{self._name}: a layer's weight used bare as well"
+        rows = full_precision(gradient).reshape(len(gradient), -1)
+        self._held = rows if self._held is None else self._held + rows
+
+    def add(self, factors: Factors, points: int) -> None:
+        """Add one use, formed or kept as factors, whichever is better for `points` times its tokens."""
+        before = self._like or (self._factors[0] if self._factors else factors)
+        assert before.order == factors.order, f"{self._name}: two uses in one buffer, each in an order of its own"
+        if self._held is None and (self._factors or not choice.holds_at_once(factors, points)):
+            merged = self._factors[-1].merged(factors) if self._factors else None
+            if merged is None:
+                self._factors.append(factors)
+            else:
+                self._factors[-1] = merged
+            return
+        add = self._held is not None
+        if self._held is None:
+            self._held, self._like = self._workspace.buffer(self._name, factors, factors.samples), factors
+        for block in blocks(slice(0, factors.samples), 4 * factors.side_size, together=_FORM_BYTES):
+            factors.form(block, self._held[block], add=add)
+
+    def norms(self, roots: Roots) -> tuple[Tensor, Tensor | None]:
+        """(norm^2, slack) of every sample, float64, norm^2 never below the true one, slack for the sum's rounding."""
+        if self._held is not None:
+            return squared_norms(self._held), None
+        return factored_norms(self._factors, roots)
+
+    def formed(self, chosen: slice) -> Tensor:
+        """The gradients of some samples, (n, size), until the next call; for `add_clipped` unless they are held."""
+        if self._held is not None:
+            return self._held[chosen]
+        self._like, samples = self._factors[0], chosen.stop - chosen.start
+        if self._part is None or len(self._part) < samples:
+            self._part = self._like.sides(slice(0, 1))[1].new_empty(samples, self._like.size)
+        part = self._part[:samples]
+        for block in blocks(chosen, 4 * self._like.side_size, together=_FORM_BYTES):  # for all uses
+            out = part[block.start - chosen.start : block.stop - chosen.start]
+            for index, factors in enumerate(self._factors):
+                factors.form(block, out, add=index > 0)
+        return part
+
+    def add_clipped(self, part: Tensor, scale: Tensor, refused: Tensor | None) -> None:
+        """Take up the clipped sum of some samples; those marked in `refused` add nothing, whatever is in their rows."""
+        part = part if refused is None else part.masked_fill_(refused.to(part.device).unsqueeze(1), 0.0)
+        if self._total is None:
+            self._total = part.new_zeros(part.shape[1])
+        self._total.addmv_(part.mT, scale.to(part))
+
+    def forget_factors(self) -> None:
+        """All samples were taken up by `add_clipped`."""
+        self._factors = []
+
+    def set_aside(self, taken: Tensor) -> None:
+        """The marked samples were taken up by `add_clipped`, unless they are held."""
+        self._factors = [factors.without(taken) for factors in self._factors]
+
+    def without(self, refused: Tensor) -> None:
+        """Blank out the samples marked in `refused`."""
+        if self._held is not None:
+            self._held = blank(self._held, refused)
+        self._factors = [factors.without(refused) for factors in self._factors]
+
+    def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool) -> None:
+        """out = sum_i scale_i * gradient_i, or out += it; then forget the gradients, to make room."""
+        total = self._total
+        if self._held is not None:
+            total = scale.to(self._held) @ self._held
+        if total is not None:
+            arranged = total.view(out.shape) if self._like is None else self._like.arranged(total, out.shape)
+            out.add_(arranged) if add else out.copy_(arranged)
+            add = True
+        for factors in self._factors:
+            if factors.dtype == out.dtype:
+                factors.write_clipped_sum(scale, out, add=add, scratch=self._workspace.scratch)
+            else:
+                part = self._workspace.part(out, factors.dtype)
+                factors.write_clipped_sum(scale, part, add=False, scratch=self._workspace.scratch)
+                out.add_(part) if add else out.copy_(part)
+            add = True
+        self._held, self._part, self._total, self._factors = None, None, None, []  # served
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's strides if it fills its memory (contiguous, channels-last), else contiguous ones."""
+    return torch.empty_like(tensor, device="meta").stride()

@@ -1,0 +1,204 @@
+"""Per-sample momentum of one micro-batch: v_i = sum_j w_j grad f(x_{t-j}; i), its norm, and the clipped sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pmlf.engine import choice
+from pmlf.engine.anatomy import Anatomy
+from pmlf.engine.arithmetic import squared_norms
+from pmlf.engine.capture import LossFunction, Rows, capture
+from pmlf.engine.factors import Factors
+from pmlf.engine.gradients import ParameterGradient, Workspace
+from pmlf.engine.half_precision import without_autocast
+from pmlf.engine.layers import Contribution
+from pmlf.engine.mapped import mapped
+from pmlf.engine.plan import Plan
+from pmlf.engine.roots import Roots
+
+Clipping = Literal["flat", "automatic"]
+CLIPPINGS: tuple[Clipping, ...] = ("flat", "automatic")
+_AUTOMATIC_STABILITY = 0.01
+_SMALLEST_FACTOR = 2.0**24 * torch.finfo(torch.float32).smallest_normal  # times a gradient, it is still normal
+_LARGEST_ROUNDING = 1e-4  # over the clip norm, by its bound, which ordinary samples stay far below
+
+
+def clip_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
+    """min(1, C/|v|), or C/(|v| + 0.01) for "automatic": either way |factor * v| <= C.
+
+    >>> clip_factors(torch.tensor([0.5, 4.0]), 1.0, "flat").tolist()
+    [1.0, 0.25]
+    """
+    at_least = norms + _AUTOMATIC_STABILITY if clipping == "automatic" else norms.clamp(min=clip_norm)
+    return at_least.reciprocal_().mul_(clip_norm)
+
+
+def finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> tuple[Tensor, Tensor | None]:
+    """(factors, refused): zero for samples, marked in `refused` if there are any, whose norm is not finite, or so large
+    that float32 would round its factor up."""
+    factors = clip_factors(norms, clip_norm, clipping)  # NaN of NaN, and 0 of infinity
+    if float(factors.min()) >= _SMALLEST_FACTOR:  # which NaN is not
+        return factors, None
+    fine = factors >= _SMALLEST_FACTOR
+    return torch.where(fine, factors, 0.0), ~fine
+
+
+def contributions(
+    anatomy: Anatomy,
+    plan: Plan,
+    values: Mapping[str, Tensor],
+    loss_fn: LossFunction,
+    batch: Any,
+    samples: int,
+    weight: float,
+    rows: Rows = "their own",
+) -> Iterator[tuple[str, Contribution]]:
+    """weight * (per-sample gradients of the loss at the parameters `values`), in the way that is planned."""
+    if plan.gradients == "vmap":
+        return mapped(anatomy, plan, values, loss_fn, batch, samples, weight)
+    return capture(anatomy, plan, values, loss_fn, batch, samples, weight, rows=rows)
+
+
+class SampleMomentum:
+    """v of every sample of a micro-batch, built up point by point, then clipped once and summed.
+
+    Everything in here is sensitive; only the sum leaves it.
+    """
+
+    def __init__(self, plan: Plan, samples: int, points: int, workspace: Workspace) -> None:
+        self._plan = plan
+        self._samples = samples
+        self._points = points
+        self._gradients = {name: ParameterGradient(name, workspace) for name in plan.parameters}
+        self._touched: set[str] = set()
+
+    def add_point(
+        self,
+        anatomy: Anatomy,
+        values: Mapping[str, Tensor],
+        loss_fn: LossFunction,
+        batch: Any,
+        weight: float,
+        rows: Rows,
+        seen: Callable[[str, Contribution], None] | None = None,
+    ) -> None:
+        """v += weight * gradient at `values`.
+
+        `rows` says how a layer's rows are known to be the samples' own; `seen` is shown every contribution.
+        """
+        found = contributions(anatomy, self._plan, values, loss_fn, batch, self._samples, weight, rows)
+        for name, contribution in found:
+            if seen is not None:
+                seen(name, contribution)
+            self.add(name, contribution)
+
+    def add(self, name: str, contribution: Contribution) -> None:
+        """v of parameter `name` += contribution."""
+        with without_autocast():
+            if isinstance(contribution, Factors):
+                self._gradients[name].add(contribution, self._points)
+            else:
+                self._gradients[name].add_formed(contribution)
+        self._touched.add(name)
+
+    def write_clipped_sum(
+        self, clip_norm: float, clipping: Clipping, before: Mapping[str, Tensor] | None, into: Mapping[str, Tensor]
+    ) -> Tensor:
+        """into = before + sum_i clip(v_i); a sample whose v is not finite adds exactly zero.
+
+        A sample whose tokens cancel so far that rounding is a part of what it adds is formed and added by itself: in
+        one product with the others its rounding would follow from who they are.
+
+        Returns |v| of every sample over all trainable parameters, never understated; not finite where v is not.
+        """
+        with without_autocast():
+            norms, scale, refused = self._clipped(clip_norm, clipping)
+            for name, gradient in self._gradients.items():
+                out = into[name]
+                if before is not None:
+                    out.copy_(before[name])
+                elif name not in self._touched:
+                    out.zero_()
+                if name in self._touched:
+                    if refused is not None:
+                        gradient.without(refused)
+                    gradient.write_clipped_sum(scale, out, add=before is not None)
+        return norms
+
+    def _clipped(self, clip_norm: float, clipping: Clipping) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(norms, factors, refused) of all samples. Gradients that are formed late are summed on the way."""
+        late, step = choice.held_late(
+            {name: gradient.factors for name, gradient in self._gradients.items() if gradient.factors}, self._samples
+        )
+        # in the parameters' order, not a set's: sums round the same way in every process
+        others = [name for name in self._gradients if name in self._touched and name not in late]
+        norms, slack = self._squared_norms(others)  # squares until all parameters are counted
+        scales: list[Tensor] = []
+        aside: list[int] = []
+        for start in range(0, self._samples, step):
+            chosen = slice(start, min(start + step, self._samples))
+            some, formed = norms[chosen], {name: self._gradients[name].formed(chosen) for name in late}
+            for part in formed.values():
+                some += squared_norms(part).to(some)
+            some.sqrt_()
+            if slack is not None:
+                some += slack[chosen]
+            scale, refused = finite_factors(some, clip_norm, clipping)
+            if slack is not None:
+                rounded = scale * slack[chosen] > _LARGEST_ROUNDING * clip_norm
+                for row in rounded.nonzero().flatten().tolist():
+                    late_rows = [part[row : row + 1] for part in formed.values()]
+                    some[row], scale[row] = self._add_alone(start + row, others, late_rows, clip_norm, clipping)
+                    aside.append(start + row)
+                    refused = scale == 0.0
+            for name, part in formed.items():
+                self._gradients[name].add_clipped(part, scale, refused)
+            scales.append(scale)
+        for name in late:
+            self._gradients[name].forget_factors()
+        if aside:
+            taken = torch.zeros(self._samples, dtype=torch.bool)
+            taken[aside] = True
+            for name in others:
+                self._gradients[name].set_aside(taken)
+        if len(scales) > 1:
+            scale = torch.cat(scales)
+            refused = None if bool(scale.all()) else scale == 0.0
+        return norms, scale, refused
+
+    def _add_alone(
+        self, sample: int, names: Sequence[str], rest: Sequence[Tensor], clip_norm: float, clipping: Clipping
+    ) -> tuple[Tensor, Tensor]:
+        """Form the gradients of one sample and take up those of parameters kept as factors; `rest` is of the others.
+
+        Returns its norm, over all, and its factor.
+        """
+        formed = {name: self._gradients[name].formed(slice(sample, sample + 1)) for name in names}
+        squares = [squared_norms(part).to("cpu", torch.float64) for part in (*formed.values(), *rest)]
+        norm = torch.stack(squares).sum(0).sqrt_()
+        factor, refused = finite_factors(norm, clip_norm, clipping)
+        for name, part in formed.items():
+            if self._gradients[name].factors:
+                self._gradients[name].add_clipped(part, factor, refused)
+        return norm[0], factor[0]
+
+    def _squared_norms(self, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+        """(norm^2, slack) of every sample over some parameters, float64; no slack where nothing can cancel."""
+        squared, slack, roots = None, None, Roots()
+        for name in names:
+            norm, rounding = self._gradients[name].norms(roots)
+            squared = _added(squared, norm)
+            if rounding is not None:
+                slack = _added(slack, rounding.to("cpu", torch.float64).square_())  # not in less, which could lose it
+        if squared is None:
+            squared = torch.zeros(self._samples, dtype=torch.float64)
+        return squared, None if slack is None else slack.sqrt_()
+
+
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    part = part.to("cpu", torch.float64)
+    return part if total is None else total.add_(part)

@@ -1,0 +1,1 @@
+"""What was spent and how it is shown: ledger, budget, certificate."""

@@ -1,0 +1,297 @@
+"""What training spends: T Poisson-subsampled Gaussian steps as (epsilon, delta).
+
+"pld" is the privacy loss distribution of `privacy_loss`, "rdp" the Renyi accountant of dp-accounting. The adjacency is
+add or remove one record. Every number is an upper bound on what is spent.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import dp_accounting
+from dp_accounting import rdp
+from scipy import optimize
+
+from pmlf.basics.arguments import MOST, is_number
+from pmlf.mechanism import privacy_loss
+
+ACCOUNTANTS = ("pld", "rdp")
+FILTER_ORDERS = (2.0, 2.5, 3.0, 4.0, 5.5, 8.0, 14.0, 32.0)  # fixed beforehand, as a filter's must be
+
+_SMALLEST_PLD_DELTA = 1e-10  # down to here "pld" is held against an independent computation
+_SMALLEST_PLD_NOISE = 0.01  # with less, epsilon is in the thousands, and the Renyi bound will do
+_LEAST_NOISE, _MOST_NOISE = 1e-8, 1e9
+_LEAST_EPSILON, _MOST_EPSILON = 1e-6, 1e6
+LEAST_RATE = 1e-9  # one record of a thousand million
+_ALL = 1.0 - 1e-9  # rates above are taken for 1, which costs more
+_LARGEST_LOG_RATIO = 30.0  # how far from its guess, as a factor e^30, a noise multiplier is searched
+_CALIBRATION_TOLERANCE = 1e-5  # relative, of the noise multiplier
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One release: a clipped sum over a Poisson(q) batch + z C N(0, I)."""
+
+    noise_multiplier: float
+    sample_rate: float
+
+
+def epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "pld") -> float:
+    """epsilon at delta of T releases of a clipped sum over a Poisson(q) batch + z C N(0, I) (Theorem 2).
+
+    An upper bound: "pld" is too large by about 0.1 % at most (a few per cent at sample rates of 1e-5), "rdp" is
+    looser and faster. No step costs nothing.
+
+    >>> round(epsilon(noise_multiplier=1.0, sample_rate=1 / 60, steps=1500, delta=1e-5), 2)
+    3.93
+    """
+    check_mechanism(noise_multiplier, sample_rate, steps, accountant)
+    _check_delta("delta", delta, accountant)
+    return _epsilon(float(noise_multiplier), float(sample_rate), int(steps), float(delta), accountant)
+
+
+def filter_epsilon(events: Mapping[Event, int], *, delta: float) -> float:
+    """epsilon at delta of events of several kinds, also if each was chosen after seeing what those before released.
+
+    An RDP filter (Feldman & Zrnic 2021): Renyi divergences add up at a fixed order also if the events are chosen on the
+    way, as long as whoever chooses stops before a bound that was fixed beforehand. It is looser than `epsilon()`.
+
+    Which order is best may itself depend on what was released. So each of eight orders gets an eighth of delta: on the
+    outcomes where an order stays within its bound the run is one that its filter alone would allow, and the eighths add
+    up over the orders.
+
+    >>> one = {Event(noise_multiplier=1.0, sample_rate=1 / 60): 1500}
+    >>> round(filter_epsilon(one, delta=1e-5), 2)
+    4.82
+    """
+    for event, count in events.items():
+        check_mechanism(event.noise_multiplier, event.sample_rate, count, "rdp")
+    _check_delta("delta", delta, "rdp")
+    return _filter_epsilon(_plain(events), float(delta))
+
+
+def finest_epsilon(event: Event, *, steps: int, delta: float) -> float:
+    """The lowest upper bound on `epsilon()` there is: by PLD with cells a quarter as wide, which takes longer."""
+    check_mechanism(event.noise_multiplier, event.sample_rate, steps, "pld")
+    _check_delta("delta", delta, "pld")
+    usual = _epsilon(float(event.noise_multiplier), float(event.sample_rate), int(steps), float(delta), "pld")
+    if usual == 0.0:
+        return 0.0
+    z, rate, count = _fewest_steps(float(event.noise_multiplier), float(event.sample_rate), int(steps))
+    if z < _SMALLEST_PLD_NOISE:
+        return usual
+    finer = privacy_loss.epsilon(z, rate, count, float(delta), cells=4 * privacy_loss.CELLS_PER_DEVIATION)
+    return min(usual, finer)
+
+
+def affordable_steps(
+    event: Event, *, at_most: int, target_epsilon: float, delta: float, accountant: str, spent: Mapping[Event, int]
+) -> int:
+    """How many events fit into target_epsilon beside those `spent` (by "rdp" alone), counted up to `at_most`."""
+    if accountant == "pld" and spent:
+        raise ValueError("events of several kinds are composed by accountant='rdp': 'pld' takes one kind")
+
+    def fits(count: int) -> bool:
+        if accountant == "pld":
+            return _epsilon(event.noise_multiplier, event.sample_rate, count, delta, "pld") <= target_epsilon
+        return filter_epsilon({**spent, event: spent.get(event, 0) + count}, delta=delta) <= target_epsilon
+
+    if fits(at_most):
+        return at_most
+    fit, too_many = 0, at_most
+    while too_many - fit > 1:
+        middle = (fit + too_many) // 2
+        fit, too_many = (middle, too_many) if fits(middle) else (fit, middle)
+    return fit
+
+
+def delta(*, noise_multiplier: float, sample_rate: float, steps: int, epsilon: float, accountant: str = "pld") -> float:
+    """delta at a given epsilon for the releases of `epsilon()`, an upper bound too; "pld" says 1e-10 or more.
+
+    >>> delta(noise_multiplier=1.0, sample_rate=1 / 60, steps=1500, epsilon=3.93) <= 1e-5
+    True
+    """
+    check_mechanism(noise_multiplier, sample_rate, steps, accountant)
+    if not (is_number(epsilon) and 0 <= epsilon < math.inf):
+        raise ValueError(f"epsilon={epsilon} is no privacy loss: give a finite number of at least 0.")
+    if steps == 0:
+        return 0.0
+    z, rate, count = _fewest_steps(float(noise_multiplier), float(sample_rate), int(steps))
+    at = min(float(epsilon), _MOST_EPSILON)
+    if accountant == "pld" and z >= _SMALLEST_PLD_NOISE:
+        return max(privacy_loss.delta(z, rate, count, at), _SMALLEST_PLD_DELTA)
+    with _quiet():
+        spent = float(_renyi(z, rate, count).get_delta(at))
+    return min(max(spent, _SMALLEST_PLD_DELTA if accountant == "pld" else 0.0), 1.0)
+
+
+def noise_multiplier(
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str = "pld",
+    spent: Mapping[Event, int] | None = None,
+) -> float:
+    """Smallest noise multiplier z found whose `epsilon()` is at most target_epsilon, never more.
+
+    With events `spent` before, the steps and they together (`filter_epsilon`) are at most target_epsilon.
+
+    >>> z = noise_multiplier(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.02, steps=1000)
+    >>> 0.999 < epsilon(noise_multiplier=z, sample_rate=0.02, steps=1000, delta=1e-5) <= 1.0
+    True
+    """
+    check_mechanism(1.0, sample_rate, steps, accountant)
+    _check_delta("target_delta", target_delta, accountant)
+    if not (is_number(target_epsilon) and 0 < target_epsilon < math.inf):
+        raise ValueError(f"target_epsilon={target_epsilon} is no privacy budget: give a finite number above 0.")
+    if not _LEAST_EPSILON <= target_epsilon <= _MOST_EPSILON:
+        raise ValueError(
+            f"target_epsilon={target_epsilon} is outside [{_LEAST_EPSILON:g}, {_MOST_EPSILON:g}]: less leaves nothing "
+            "but noise, more is no privacy."
+        )
+    if steps == 0:
+        raise ValueError("steps=0 releases nothing, so that any noise will do: give at least 1 step.")
+    drawn = 1.0 if sample_rate == 1 else -math.expm1(steps * math.log1p(-sample_rate))
+    if drawn <= target_delta:
+        raise ValueError(
+            f"target_delta={target_delta} is no less than the probability {drawn:.3g} that a record is ever "
+            "drawn, so that no noise would be needed: give a far smaller one."
+        )
+    target, delta = float(target_epsilon), float(target_delta)
+    if not spent:
+        return _calibrated(target, delta, float(sample_rate), int(steps), accountant, ())
+    before = filter_epsilon(spent, delta=target_delta)
+    if before >= target_epsilon:
+        raise ValueError(
+            f"target_epsilon={target_epsilon} is spent already: earlier events make epsilon {before:.4g} by an RDP "
+            "filter, so nothing is left for another step."
+        )
+    return _calibrated(target, delta, float(sample_rate), int(steps), "rdp", _plain(spent))
+
+
+_PlainEvents = tuple[tuple[float, float, int], ...]  # (z, q, count): what a cache can hold
+
+
+def _plain(events: Mapping[Event, int]) -> _PlainEvents:
+    return tuple(sorted((float(e.noise_multiplier), float(e.sample_rate), int(n)) for e, n in events.items() if n))
+
+
+@lru_cache(maxsize=4096)
+def _filter_epsilon(events: _PlainEvents, delta: float) -> float:
+    if not events:
+        return 0.0
+    with _quiet():
+        total = rdp.RdpAccountant(orders=FILTER_ORDERS)
+        for z, rate, count in events:
+            step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(z))
+            total.compose(dp_accounting.SelfComposedDpEvent(step, count))
+        return float(total.get_epsilon(delta / len(FILTER_ORDERS)))
+
+
+@lru_cache(maxsize=4096)
+def _epsilon(z: float, rate: float, steps: int, delta: float, accountant: str) -> float:
+    if steps == 0:
+        return 0.0
+    z, rate, steps = _fewest_steps(z, rate, steps)
+    if accountant == "pld" and z >= _SMALLEST_PLD_NOISE:
+        found = privacy_loss.epsilon(z, rate, steps, delta)
+        if math.isfinite(found):
+            return found
+    with _quiet():
+        return float(_renyi(z, rate, steps).get_epsilon(delta))
+
+
+def _fewest_steps(z: float, rate: float, steps: int) -> tuple[float, float, int]:
+    """T Gaussians of full batches are one Gaussian with sqrt(T) times less noise, exactly."""
+    return (z / math.sqrt(steps), 1.0, 1) if rate >= _ALL else (z, rate, steps)
+
+
+@lru_cache(maxsize=256)
+def _calibrated(target: float, delta: float, rate: float, steps: int, accountant: str, before: _PlainEvents) -> float:
+    def total(log_z: float) -> float:
+        if before:
+            return _filter_epsilon((*before, (math.exp(log_z), rate, steps)), delta)
+        return _epsilon(math.exp(log_z), rate, steps, delta, accountant)
+
+    def excess(log_z: float) -> float:
+        """log(epsilon / target), kept finite for the root finder where epsilon is 0 or infinite."""
+        return math.log(min(max(total(log_z) / target, 1e-6), 1e6))
+
+    guess = math.log(max(0.5, rate * math.sqrt(2 * steps * math.log(1 / delta)) / target))
+    low, high = _bracket(excess, guess, f"target_epsilon={target} at target_delta={delta}")
+    log_z = float(optimize.brentq(excess, low, high, xtol=_CALIBRATION_TOLERANCE))
+    while total(log_z) > target:  # a root may lie on the wrong side
+        log_z += _CALIBRATION_TOLERANCE
+    return math.exp(log_z)
+
+
+def _bracket(excess: Callable[[float], float], guess: float, target: str) -> tuple[float, float]:
+    """log z below and above the root of a decreasing function."""
+    direction = math.copysign(1.0, excess(guess))  # too much spent: look at more noise
+    near, width = guess, 0.25
+    while abs(near - guess) < _LARGEST_LOG_RATIO:
+        far = near + direction * width
+        if excess(far) * direction <= 0:
+            return min(near, far), max(near, far)
+        near, width = far, 2 * width
+    raise ValueError(
+        f"{target} is not met by any noise multiplier between {math.exp(min(guess, near)):.3g} and "
+        f"{math.exp(max(guess, near)):.3g}: give another target."
+    )
+
+
+def _renyi(z: float, rate: float, steps: int) -> rdp.RdpAccountant:
+    """dp-accounting's accountant after `steps` Poisson-subsampled Gaussian events."""
+    step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(z))
+    return rdp.RdpAccountant().compose(dp_accounting.SelfComposedDpEvent(step, steps))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drop dp-accounting's log lines on Renyi orders it leaves out: fewer orders still give a bound."""
+
+    def dropped(record: logging.LogRecord) -> bool:
+        return False
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(dropped)
+    try:
+        yield
+    finally:
+        logger.removeFilter(dropped)
+
+
+def check_mechanism(noise_multiplier: float, sample_rate: float, steps: int, accountant: str = "pld") -> None:
+    """Raise ValueError unless these are numbers that `epsilon` can account for."""
+    if not isinstance(accountant, str) or accountant not in ACCOUNTANTS:
+        raise ValueError(f"accountant={accountant!r} is unknown: choose one of {', '.join(ACCOUNTANTS)}.")
+    if not (is_number(noise_multiplier) and 0 < noise_multiplier < math.inf):
+        raise ValueError(f"noise_multiplier={noise_multiplier} protects nothing: give a finite number above 0.")
+    if not _LEAST_NOISE <= noise_multiplier <= _MOST_NOISE:
+        raise ValueError(
+            f"noise_multiplier={noise_multiplier} is outside [{_LEAST_NOISE:g}, {_MOST_NOISE:g}], where it can be "
+            "accounted for: less protects nothing, more leaves nothing but noise."
+        )
+    if not (is_number(sample_rate) and 0 < sample_rate <= 1):
+        raise ValueError(f"sample_rate={sample_rate} is outside (0, 1]: give the expected batch size / dataset size.")
+    if sample_rate < LEAST_RATE:
+        raise ValueError(f"sample_rate={sample_rate} is below {LEAST_RATE:g}, too small to account for: give more.")
+    if not (is_number(steps) and 0 <= steps <= MOST and steps == int(steps)):
+        raise ValueError(f"steps={steps} is no number of steps: give an integer from 0 to {MOST}.")
+
+
+def _check_delta(name: str, value: float, accountant: str) -> None:
+    if not (is_number(value) and 0 < value < 1):
+        raise ValueError(f"{name}={value} is outside (0, 1): give a probability such as 1e-5.")
+    if accountant == "pld" and value < _SMALLEST_PLD_DELTA:
+        raise ValueError(
+            f"{name}={value} is below {_SMALLEST_PLD_DELTA}, down to which the accountant 'pld' is "
+            "verified: give a larger one or accountant='rdp'."
+        )

@@ -1,0 +1,210 @@
+"""Randomness: an AES-CTR key stream, keyed by the operating system for privacy or by a seed for experiments.
+
+Every use of chance asks a `Randomness` for the stream of one purpose, `stream("noise", step)`. The secure source
+answers each time with a key fresh from the operating system and keeps none, so nothing can be replayed, copied,
+forked or saved; the seeded source answers with a function of (seed, purpose, numbers).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pmlf.basics.arguments import is_number, require_count
+
+CHUNK = 1 << 17  # Gaussians made at a time: the work arrays stay in cache
+LARGEST_STD = 1e30  # that float32 holds with all its noise
+SUMMANDS = 4  # Gaussians in a hardened one
+_MOST_WORDS = 1 << 33  # 64 GiB of them
+_ZEROS = bytes(8 * CHUNK)
+_MANTISSA = (1 << 52) - 1
+_ONE = 1023 << 52  # the exponent bits of a float64 in [1, 2)
+
+
+class Stream:
+    """The key stream of AES-256 in counter mode under one key: uniform bits, never repeated within a stream."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+
+    def words(self, count: int) -> NDArray[np.uint64]:
+        """The next `count` uniform 64-bit words."""
+        require_count("count", count, "it counts 64-bit words", least=0, most=_MOST_WORDS)
+        return self._fill(np.empty(count, dtype=np.uint64))
+
+    def _fill(self, found: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        room = memoryview(found.data).cast("B")
+        for start in range(0, len(room), 8 * CHUNK):
+            part = room[start : start + 8 * CHUNK]
+            self._cipher.update_into(_ZEROS[: len(part)], part)
+        return found
+
+    def seed(self) -> int:
+        """One non-negative 63-bit number, for generators that take a seed."""
+        return int(self.words(1)[0] >> np.uint64(1))
+
+    def chosen(self, population: int, rate: float) -> NDArray[np.int64]:
+        """Indices of a Poisson draw: each of `population` joins independently with probability `rate`.
+
+        The probability is exact to 2^-64.
+
+        >>> Stream(bytes(32)).chosen(5, 1.0).tolist()
+        [0, 1, 2, 3, 4]
+        """
+        require_count("population", population, "it counts the records to draw from", least=0, most=_MOST_WORDS)
+        if not (is_number(rate) and 0.0 <= rate <= 1.0):
+            raise ValueError(f"rate={rate} is not in [0, 1]: it is the probability of a record to be drawn")
+        threshold = int(rate * 2.0**64)
+        if threshold >= 2**64:
+            return np.arange(population)
+        return np.flatnonzero(self.words(population) < np.uint64(threshold))
+
+    def add_gaussian_(self, tensor: Tensor, std: float, *, hardened: bool = False) -> None:
+        """tensor += std * N(0, I), in place, by Box-Muller in float64 on 52-bit uniforms, chunk by chunk.
+
+        `hardened` against floating-point attacks: each Gaussian is half the sum of four (Holohan & Braghin 2021, n=2),
+        so that a released value no longer tells which uniforms can have made it, and it is added in float64 and rounded
+        once. A mitigation: the values are still floating-point numbers.
+        """
+        if not (is_number(std) and 0.0 <= std <= LARGEST_STD):
+            raise ValueError(f"std={std} is not a deviation of noise: give a number from 0 to {LARGEST_STD:g}")
+        if not tensor.is_contiguous() or not tensor.is_floating_point():
+            raise ValueError("noise is added to contiguous tensors of real floating-point numbers only")
+        std = float(std)
+        flat = tensor.detach().view(-1)
+        work = _Work(min(CHUNK, flat.numel()), SUMMANDS if hardened else 1)
+        for start in range(0, flat.numel(), CHUNK):
+            target = flat[start : start + CHUNK]
+            noise = self._gaussians(target.numel(), work, 0)
+            if hardened:
+                for summand in range(1, SUMMANDS):
+                    noise += self._gaussians(target.numel(), work, summand)
+                noise *= std / math.sqrt(SUMMANDS)
+                target.copy_(noise.add_(target.cpu()))  # not every device has float64
+            else:
+                target.add_(noise.to(target), alpha=std)
+
+    def _gaussians(self, count: int, work: _Work, summand: int) -> Tensor:
+        """Standard normal numbers, in one of the work arrays."""
+        pairs = (count + 1) // 2
+        bits = torch.from_numpy(self._fill(work.words[: 2 * pairs]).view(np.int64))
+        uniforms = bits.bitwise_and_(_MANTISSA).bitwise_or_(_ONE).view(torch.float64)  # in [1, 2)
+        # 2 - u lies in (0, 1]: the logarithm is finite.
+        radius = uniforms[:pairs].neg_().add_(2.0).log_().mul_(-2.0).sqrt_()
+        angle = uniforms[pairs:].mul_(2.0 * math.pi)
+        found = work.gaussians[min(summand, 1)]
+        torch.cos(angle, out=found[:pairs]).mul_(radius)
+        torch.sin(angle, out=found[pairs : 2 * pairs]).mul_(radius)
+        return found[:count]
+
+
+class _Work:
+    """Arrays to make Gaussians in, used again for every chunk: fresh pages cost more than the arithmetic."""
+
+    def __init__(self, count: int, summands: int) -> None:
+        even = count + count % 2
+        self.words = np.empty(even, dtype=np.uint64)
+        self.gaussians = torch.empty(min(summands, 2), even, dtype=torch.float64)  # the sum so far, and the next
+
+
+@dataclass(frozen=True)
+class SecureRandomness:
+    """Streams keyed by 32 fresh bytes of the operating system each; holds no key, so none can leak or be reused."""
+
+    reproducible = False  # whether somebody who knows the seed can subtract the noise
+    description = "AES-256-CTR, a fresh operating-system key for every draw"
+
+    def stream(self, purpose: str, *numbers: int) -> Stream:
+        return Stream(os.urandom(32))
+
+    def seed_for(self, purpose: str, *numbers: int) -> int:
+        """One non-negative 63-bit number, for generators that take a seed."""
+        return int.from_bytes(os.urandom(8)) >> 1
+
+
+@dataclass(frozen=True)
+class SeededRandomness:
+    """Streams that are functions of (seed, purpose, numbers): for experiments, not for releasing a model.
+
+    >>> SeededRandomness(7).seed_for("dropout", 0) == SeededRandomness(7).seed_for("dropout", 0)
+    True
+    >>> SeededRandomness(7).seed_for("dropout", 0) == SeededRandomness(7).seed_for("dropout", 1)
+    False
+    """
+
+    seed: int
+
+    reproducible = True
+    description = "AES-256-CTR keyed by a seed: reproducible, so not for release"
+
+    def stream(self, purpose: str, *numbers: int) -> Stream:
+        text = "/".join(["pmlf", str(self.seed), purpose, *map(str, numbers)])
+        return Stream(hashlib.blake2b(text.encode(), digest_size=32).digest())
+
+    def seed_for(self, purpose: str, *numbers: int) -> int:
+        """One non-negative 63-bit number, for generators that take a seed."""
+        return self.stream(purpose, *numbers).seed()
+
+
+Randomness = SecureRandomness | SeededRandomness
+
+
+def randomness_from(generator: torch.Generator | Randomness | None) -> Randomness:
+    """The operating system's randomness for None; for a seeded generator a seed of 256 bits drawn from it."""
+    if generator is None:
+        return SecureRandomness()
+    if isinstance(generator, (SecureRandomness, SeededRandomness)):
+        return generator
+    if not isinstance(generator, torch.Generator):
+        raise ValueError(
+            f"generator is a {type(generator).__name__}: give a seeded torch.Generator (for experiments) or None "
+            "(cryptographic noise keyed by the operating system)"
+        )
+    words = torch.randint(-(2**63), 2**63 - 1, (4,), generator=generator, device=generator.device).tolist()
+    return SeededRandomness(int.from_bytes(b"".join(w.to_bytes(8, "little", signed=True) for w in words)))
+
+
+@contextmanager
+def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's global generators (dropout draws from them) and restore them afterwards."""
+    generator = torch.default_generator
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    states = generator.get_state(), None if accelerator is None else accelerator.get_rng_state()
+    generator.manual_seed(seed)  # torch.manual_seed would take a millisecond, and reseed devices not in use
+    if accelerator is not None:
+        accelerator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(states[0])
+        if accelerator is not None:
+            accelerator.set_rng_state(states[1])
+
+
+def keyed_uniforms(stream: Stream, samples: Tensor, draws: int) -> Tensor:
+    """Uniforms in [0, 1) of shape (samples, draws); row i depends on the stream's key and samples[i] alone.
+
+    So however a logical batch is cut into micro-batches, a sample is augmented alike.
+    """
+    key = np.uint64(stream.words(1)[0])
+    columns = np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    rows = _mixed(_mixed(samples.cpu().numpy().astype(np.uint64)) ^ key)
+    return torch.from_numpy((_mixed(rows[:, None] + columns) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def _mixed(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser: a bijection that sends neighbouring integers far apart (not cryptographic)."""
+    word = word + np.uint64(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))

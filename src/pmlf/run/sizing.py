@@ -1,0 +1,146 @@
+"""How many samples to hold in memory at once, from the memory and time of two small micro-batches.
+
+Both are close to straight lines in the number of samples: fixed + each * samples. The micro-batch is the smallest whose
+fixed time is a twentieth of the whole, if so many fit into half of the free memory. The inputs are synthetic, nothing
+is released, and nothing is tried out by running out of memory.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pmlf.basics.batches import batch_size, select, synthetic
+from pmlf.mechanism.noise import SeededRandomness
+from pmlf.step import PrivateStep
+
+EXAMPLES = 32  # records whose shapes are looked at: the larger of the two sizes
+_FIXED_SHARE = 0.05
+_MEMORY_SHARE = 0.5
+_TIMED_SECONDS = 1.0
+
+
+def physical_batch_size(step: PrivateStep, example: Any, *, most: int, free_bytes: int | None = None) -> int:
+    """The micro-batch size to train with, at most `most`; `example` is a batch whose shapes alone are used.
+
+    Raises ValueError if not even one sample fits.
+    """
+    device = step.trained[0].device
+    inputs = synthetic(example, SeededRandomness(0).stream("sizing").seed())
+    large = batch_size(inputs)
+    small = max(1, large // 4)
+    free = _free_bytes(device) if free_bytes is None else free_bytes
+
+    def trial(size: int) -> Callable[[], None]:
+        def accumulate() -> None:
+            step.accumulate(select(inputs, slice(0, size)))
+            step.discard()
+
+        return accumulate
+
+    trial(small)()  # a warm-up
+    trials = {size: trial(size) for size in sorted({small, large})}
+    memory = _Line([(size, _peak_bytes(run, device)) for size, run in trials.items()])
+    seconds = _Line(list(_best_seconds(trials, device).items()))
+    step.check_again()
+    fits = math.floor((_MEMORY_SHARE * free - memory.fixed) / memory.each) if memory.each > 0 else most
+    if fits < 1:
+        raise ValueError(
+            f"one sample of this model takes about {(memory.fixed + memory.each) / 2**20:.0f} MB, and of "
+            f"{free / 2**20:.0f} MB free half may be used: take a smaller model, or free memory"
+        )
+    enough = max(large, seconds.fixed * (1 / _FIXED_SHARE - 1) / seconds.each) if seconds.each > 0 else most
+    return max(1, min(8 * math.ceil(enough / 8), fits, most))  # hardware likes multiples of 8
+
+
+class _Line:
+    """fixed + each * size through one or two points, with nothing below zero."""
+
+    def __init__(self, points: list[tuple[int, float]]) -> None:
+        (first, low), (last, high) = points[0], points[-1]
+        self.each = max(0.0, (high - low) / (last - first)) if last > first else high / last
+        self.fixed = max(0.0, high - self.each * last)
+
+
+def _best_seconds(trials: Mapping[int, Callable[[], None]], device: torch.device) -> dict[int, float]:
+    """The best time of each size, in turn: at least twice, and oftener where it takes milliseconds."""
+    best = dict.fromkeys(trials, math.inf)
+    rounds, begin = 0, time.perf_counter()
+    while rounds < 2 or (rounds < 20 and time.perf_counter() - begin < _TIMED_SECONDS):
+        for size, run in trials.items():
+            started = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best[size] = min(best[size], time.perf_counter() - started)
+        rounds += 1
+    return best
+
+
+def _peak_bytes(action: Callable[[], None], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        action()
+        return float(torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
+    with _Peak() as peak:
+        action()
+    return float(peak.bytes)
+
+
+class _Peak(TorchDispatchMode):
+    """The most memory that tensors made meanwhile had at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._now = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self._see(tensor.untyped_storage())
+        return found
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+        self._alive.add(key)
+        self._now += size
+        self.bytes = max(self.bytes, self._now)
+        weakref.finalize(storage, self._gone, key, size).atexit = False
+
+    def _gone(self, key: int, size: int) -> None:
+        self._alive.discard(key)
+        self._now -= size
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    lines = _text(Path("/proc/meminfo")).splitlines()
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    limit, used = _text(Path("/sys/fs/cgroup/memory.max")), _text(Path("/sys/fs/cgroup/memory.current"))
+    if limit.strip().isdigit() and used.strip().isdigit():
+        free.append(int(limit) - int(used))
+    return min(free, default=1 << 31)  # where the system does not say: two gigabytes
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

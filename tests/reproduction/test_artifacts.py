@@ -1,0 +1,127 @@
+"""The paper's artifacts as data: what runs they are, and what makes their comparisons fair."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib import resources
+
+import pytest
+
+from pmlf.experiments.spec import RunSpec
+from pmlf.mechanism import accounting
+from pmlf.reproduction import paper
+from pmlf.reproduction.artifacts import PROFILES, TUNING_SEED, run_key
+
+NAMES = [*(f"figure-{n}" for n in range(1, 8)), *(f"table-{n}" for n in range(1, 5))]
+NUMBERS = json.loads((resources.files("pmlf") / "assets" / "paper_numbers.json").read_text())
+
+
+def test_the_paper_has_eleven_artifacts() -> None:
+    assert [artifact.name for artifact in paper.ARTIFACTS] == NAMES == sorted(NUMBERS)
+
+
+def test_an_unknown_name_says_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"'table-5': choose one of figure-1, .*, table-4"):
+        paper.artifact("table-5")
+    with pytest.raises(ValueError, match="'gpu': choose one of paper, cpu, smoke"):
+        paper.artifact("table-4").cells("gpu")
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("name", NAMES)
+def test_variants_of_a_panel_differ_in_nothing_but_their_method(name: str, profile: str) -> None:
+    cells = paper.artifact(name).cells(profile)
+    assert cells
+    for cell in cells:
+        for other in cells:
+            if other.panel is cell.panel and other.epsilon == cell.epsilon:
+                same = replace(other.run(0), method=cell.variant.method, options=cell.variant.options)
+                assert same == cell.run(0)
+        cell.run(0).build_method()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_variant_has_the_same_number_of_trials_at_the_same_rates(name: str) -> None:
+    for cell in paper.artifact(name).cells("cpu"):
+        trials = cell.trials()
+        assert [trial.lr for trial in trials] == list(cell.panel.rates)
+        assert {(trial.seed, trial.holdout) for trial in trials} == {(TUNING_SEED, 0.1)}
+        assert all(cell.run(seed).holdout is None for seed in range(cell.panel.seeds))
+
+
+def test_the_paper_profile_has_the_papers_setting() -> None:
+    cell = paper.artifact("table-1").cells("paper")[-1]
+    spec = cell.run(4, None)
+    assert (spec.method, spec.dataset, spec.model, spec.epsilon) == ("dp-pmlf", "cifar100", "vit", 8.0)
+    assert (spec.lr, spec.batch_size, spec.clip_norm, spec.delta, spec.epochs) == (0.5, 1000, 1.0, 1 / 50_000, 50)
+    assert (spec.options.a, spec.options.b) == ((-0.9,), (0.15, -0.05))
+    assert [cell.epsilon for cell in paper.artifact("table-4").cells("paper")][::8][:4] == [2.0, 4.0, 6.0, 8.0]
+
+
+@pytest.mark.parametrize(("dataset", "epochs"), [("mnist", 25), ("cifar10", 50)])
+def test_the_cpu_profile_keeps_the_papers_noise(dataset: str, epochs: int) -> None:
+    """Its records and epochs keep E B / n, and the noise multiplier with it, at a fraction of the steps."""
+    panel = next(
+        panel
+        for artifact in paper.ARTIFACTS
+        for panel in artifact.panels["cpu"]
+        if panel.setting.dataset == dataset
+        and panel.setting.records
+        and panel.setting.model == "cnn5"
+        and 1.0 in panel.epsilons
+    )
+
+    def noise(records: int, epochs: float) -> float:
+        rate, steps = 1000 / records, round(epochs * records / 1000)
+        return accounting.noise_multiplier(target_epsilon=1.0, target_delta=1e-5, sample_rate=rate, steps=steps)
+
+    assert panel.setting.records is not None and panel.setting.epochs is not None
+    reduced = noise(panel.setting.records, panel.setting.epochs)
+    assert reduced == pytest.approx(noise(paper.RECORDS[dataset], epochs), rel=0.1)
+
+
+def test_a_run_that_two_artifacts_need_has_one_key() -> None:
+    def keys(name: str) -> set[str]:
+        return {run_key(cell.run(0)) for cell in paper.artifact(name).cells("cpu")}
+
+    assert keys("figure-2") <= keys("figure-4")
+    assert keys("figure-6") & keys("table-4") and keys("figure-6") & keys("figure-7")
+    assert len(keys("table-4")) == 4 * 8 + 2 * 8
+
+
+def test_keys_tell_runs_apart_and_survive_json() -> None:
+    spec = paper.artifact("table-4").cells("cpu")[0].run(0)
+    assert run_key(RunSpec.from_json(spec.to_json())) == run_key(spec)
+    assert len({run_key(spec), run_key(replace(spec, lr=0.1)), run_key(replace(spec, seed=1))}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "dataset", "variant", "epsilon", "mean", "std"),
+    [
+        ("table-1", "cifar10", "DP-PMLF", 1, 40.96, 1.18),
+        ("table-2", "sst2", "DPSGD", 8, 90.83, 0.38),
+        ("table-3", "cifar100", "LP-DPSGD", 8, 13.34, 0.09),
+        ("table-4", "cifar10", "a {}, b {1}", 8, 64.57, 0.68),
+    ],
+)
+def test_the_papers_numbers_are_the_papers(
+    name: str, dataset: str, variant: str, epsilon: int, mean: float, std: float
+) -> None:
+    """Corners of its tables, read off the page again."""
+    (cell,) = (
+        cell
+        for cell in NUMBERS[name]["cells"]
+        if (cell["dataset"], cell["variant"], cell["epsilon"]) == (dataset, variant, epsilon)
+    )
+    assert (cell["mean"], cell["std"]) == (mean, std)
+
+
+@pytest.mark.parametrize("name", ["table-1", "table-2", "table-3", "table-4"])
+def test_the_papers_numbers_have_a_cell_of_ours_each(name: str) -> None:
+    ours = {
+        (cell.panel.setting.dataset, cell.panel.setting.model, cell.variant.label, cell.epsilon)
+        for cell in paper.artifact(name).cells("paper")
+    }
+    theirs = {(c["dataset"], c["model"], c["variant"], float(c["epsilon"])) for c in NUMBERS[name]["cells"]}
+    assert theirs <= ours
