@@ -5,8 +5,8 @@
 A step of B = 1000 expected samples is its micro-batches and one release. With the watch two of its samples, on average,
 are run again alone. Steps with and without it run in turns on one model; the share is of medians, and of the time that
 is spent inside the watch, which noise between steps does not move. RoBERTa-base's step is 1000 samples in size too, but
-only so many of its micro-batches run as `--micro-batches` says: the watch's time for a whole step is held against the
-time of a micro-batch times their number.
+only so many of its micro-batches run as `--micro-batches` says, each of them watched: the watch's time in a whole step,
+in which two samples are watched on average, is compared with the time of a micro-batch times their number.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ def measured(name: str, turns: int) -> dict[str, Any]:
         inside.clear()
         for _ in range(turns):
             for watched, step in steps.items():
+                if step._watch is not None and not whole:  # a form that is new is always watched
+                    step._watch._seen.clear()
                 times[watched].append(timed(lambda step=step: run(step, batch, per_step)))
     plain, with_watch = statistics.median(times[False]), statistics.median(times[True])
     of_a_step = plain * EXPECTED / (per_step * len(batch[1]))

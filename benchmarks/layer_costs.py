@@ -1,9 +1,9 @@
-"""The four ways to a layer's norms and clipped sum, side by side: how far is the calibrated choice from the fastest?
+"""The four ways to a layer's norms and clipped sum, side by side: how far is the calibrated decision from the fastest?
 
     python benchmarks/layer_costs.py --out docs/results/layer-costs.json
 
 Layers of the paper's models at k = 1 and 2, each way timed in turn in one process, best of the rounds. `choice` is the
-way that `pmlf.engine.choice` takes, `behind` its time over the fastest one's.
+way that `pmlf.engine.strategy` takes, `behind` its time over the fastest one's.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 
 from pmlf import machine
-from pmlf.engine import choice
+from pmlf.engine import strategy
 from pmlf.engine.arithmetic import squared_norms
-from pmlf.engine.factors import Factors, Outer, Patches
+from pmlf.engine.factors import Factors, Outer
 from pmlf.engine.gradients import ParameterGradient, Workspace
-from pmlf.engine.norms import factored_norms
+from pmlf.engine.norms import Norms, factored_norms
+from pmlf.engine.patches import Patches
 from pmlf.engine.roots import Roots
 
 LINEAR = {  # samples, tokens, out, in
@@ -76,15 +77,11 @@ def ways(uses: list[Factors]) -> dict[str, Callable[[], object]]:
     first, workspace = uses[0], Workspace()
     shape = (first.rows, first.cols) if isinstance(first, Outer) else (first.rows, first.cols // 9, 3, 3)
     out, scale = torch.empty(shape), torch.rand(first.samples, dtype=torch.float64)
-    slices = max(1, min(first.samples, choice.LATE_BYTES // (40 * first.size)))  # as if ten such layers shared it
+    slices = max(1, min(first.samples, strategy.LATE_BYTES // (40 * first.size)))  # as if ten such layers shared it
 
-    def product(way: choice.Norms) -> Callable[[], object]:
+    def product(way: Norms) -> Callable[[], object]:
         def run() -> None:
-            decided, choice.way_to_norms = choice.way_to_norms, lambda uses: way
-            try:
-                factored_norms(uses, Roots())
-            finally:
-                choice.way_to_norms = decided
+            factored_norms(uses, Roots(), way)
             for index, use in enumerate(uses):
                 use.write_clipped_sum(scale, out, add=index > 0, scratch=workspace.scratch)
 
@@ -100,16 +97,16 @@ def ways(uses: list[Factors]) -> dict[str, Callable[[], object]]:
             gradient.add_clipped(part, scale[chosen], None)
         gradient.write_clipped_sum(scale, out, add=False)
 
-    by_norms: dict[str, choice.Norms] = {"gram": "gram", "dropped": "dropped"}
+    by_norms: dict[str, Norms] = {"gram": "gram", "dropped": "dropped"}
     if isinstance(first, Outer):
         by_norms["root"] = "root"
     return {**{name: product(way) for name, way in by_norms.items()}, "held": held}
 
 
 def chosen_way(uses: list[Factors]) -> str:
-    if choice.saved_by_holding(uses) > 0:
+    if strategy.saved_by_holding(uses) > 0:
         return "held"
-    return choice.way_to_norms(uses)
+    return strategy.way_to_norms(uses)
 
 
 def measure(uses: list[Factors], rounds: int) -> dict[str, float]:

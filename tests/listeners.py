@@ -1,26 +1,26 @@
-"""Listeners to the runs of a reproduction."""
+"""Listeners for the jobs of a reproduction."""
 
 from __future__ import annotations
 
-from pmlf.reproduction.jobs import Job, News
+from pmlf.reproduction.jobs import Job, JobProgress
 
 
-class Heard:
-    """A listener that keeps what it hears."""
+class RecordingListener:
+    """A listener that stores all calls."""
 
     def __init__(self) -> None:
-        self.begun: list[str] = []
+        self.began_keys: list[str] = []
         self.errors: dict[str, str | None] = {}
-        self.news: list[News] = []
+        self.progress: list[JobProgress] = []
 
     def expected(self, jobs: int) -> None:
         pass
 
     def began(self, job: Job) -> None:
-        self.begun.append(job.key)
+        self.began_keys.append(job.key)
 
-    def advanced(self, news: News) -> None:
-        self.news.append(news)
+    def advanced(self, progress: JobProgress) -> None:
+        self.progress.append(progress)
 
     def ended(self, job: Job, error: str | None) -> None:
         self.errors[job.key] = error

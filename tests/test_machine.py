@@ -16,7 +16,7 @@ if sys.argv[1] == "kept" and not machine.keep_freed_memory():
     print("not glibc")
     raise SystemExit
 def step():
-    torch.empty(16 * 2**20).fill_(1.0)  # 64 MB: more than glibc keeps by itself
+    torch.empty(16 * 2**20).fill_(1.0)  # 64 MB: more than glibc keeps by default
 for _ in range(20):  # until the free pieces fit
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -46,15 +46,17 @@ print(kept, resident())
 def _numbers(script: str, *arguments: str) -> list[int]:
     said = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True).stdout
     if said.strip() == "not glibc":
-        pytest.skip("malloc is not glibc's here: it has a policy of its own")
+        pytest.skip("malloc is not glibc's")
     return [int(number) for number in said.split()]
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept_for_the_next_step() -> None:
     (kept,), (as_it_is,) = _numbers(_FAULTS, "kept"), _numbers(_FAULTS, "as it is")
     assert kept < 0.1 * as_it_is
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_returns_what_it_has_kept() -> None:
     kept, returned = _numbers(_RETURNED)
     assert kept - returned > 0.9 * 256 * 2**20

@@ -97,17 +97,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
 
 @pytest.mark.parametrize(
     ("model", "method"),
-    [
-        *((model, method) for model in CASES for method in ("dpsgd", "dp-pmlf")),
-        *(("tied", method) for method in FAMILY),
-    ],
+    [*((model, "dp-pmlf") for model in CASES), *(("tied", method) for method in FAMILY if method != "dp-pmlf")],
 )
 def test_six_releases_equal_the_float64_reference(model: str, method: str) -> None:
     assert worst_difference(model, method, physical=SAMPLES) < 1e-4
 
 
-@pytest.mark.parametrize("physical", [1, 3])
-@pytest.mark.parametrize("model", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "physical"),
+    # pieces of 3 end with one of a single sample; pieces of 1 are all there is for the first look
+    [*((model, 3) for model in CASES), ("cnn5", 1), ("tied", 1), ("unusual", 1)],
+)
 def test_micro_batches_change_nothing(model: str, physical: int) -> None:
     assert worst_difference(model, "dp-pmlf", physical) < 1e-4
 
@@ -121,12 +122,11 @@ def test_every_preset_is_in_the_family_and_resolves() -> None:
     assert set(methods.NAMES) <= set(FAMILY)
     for name in methods.NAMES:
         assert methods.resolve(name).name == name
-    with pytest.raises(ValueError, match="'dp-sgd' is not known: give one of dpsgd"):
+    with pytest.raises(ValueError, match=r"'dp-sgd' is not known: give one of dpsgd, .*Did you mean 'dpsgd'\?"):
         methods.resolve("dp-sgd")
 
 
-@pytest.mark.parametrize("k", range(1, 9))
-@pytest.mark.parametrize("beta", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize(("k", "beta"), [(1, 0.1), (2, 0.1), (8, 0.5), (8, 1.0)])
 def test_momentum_weights_sum_to_one_at_every_step(k: int, beta: float) -> None:
     points = methods.dp_pmlf(k=k, beta=beta).points
     for t in range(10):

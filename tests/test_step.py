@@ -204,7 +204,7 @@ def test_state_of_another_method_or_model_is_refused() -> None:
     state = step.state_dict()
     with pytest.raises(ValueError, match="the state is of method 'dp-pmlf'"):
         build(small()).load_state_dict(state)
-    with pytest.raises(ValueError, match="other shapes"):
+    with pytest.raises(ValueError, match="do not have the shapes"):
         build(nn.Linear(6, 4), method="dp-pmlf").load_state_dict(state)
     with pytest.raises(ValueError, match="releases=-1"):
         build(small(), method="dp-pmlf").load_state_dict({**state, "releases": -1})
@@ -403,7 +403,7 @@ def test_a_bad_loss_is_refused_with_the_way_out(loss: Any, message: str) -> None
     [
         ((torch.zeros(3, 6), torch.zeros(2)), "have different lengths"),
         (("a", "b"), "holds no tensor"),
-        ((torch.zeros(3, 6), torch.tensor(1.0)), "axis 0 of every one must count samples"),
+        ((torch.zeros(3, 6), torch.tensor(1.0)), "axis 0 of each must count samples"),
     ],
 )
 def test_a_bad_batch_is_refused(batch: Any, message: str) -> None:

@@ -1,4 +1,10 @@
-"""Differentially private training that keeps its accuracy and its speed: DP-PMLF and its family for PyTorch."""
+"""Differentially private training for PyTorch: DP-SGD, DP-PMLF and their family.
+
+>>> import pmlf
+>>> z = pmlf.accounting.noise_multiplier(target_epsilon=3.0, target_delta=1e-5, sample_rate=0.01, steps=1000)
+>>> round(z, 2)
+0.81
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,11 +18,14 @@ if TYPE_CHECKING:
     from pmlf.run import PrivateRun, evaluate, make_private
     from pmlf.step import PrivateStep
 
+    __version__: str
+
 __all__ = [
     "Augmentation",
     "Ledger",
     "PrivateRun",
     "PrivateStep",
+    "__version__",
     "accounting",
     "audit",
     "check",
@@ -31,7 +40,7 @@ __all__ = [
     "theory",
 ]
 
-# Where each public name lives. Loaded when first used: torch takes seconds, and `pmlf --help` does not need it.
+# The module of each public name, imported at first use: torch takes seconds, and `pmlf --help` does not need it.
 _HOMES = {
     "Augmentation": "pmlf.engine.augmentation",
     "Ledger": "pmlf.evidence.ledger",
@@ -45,6 +54,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("pmlf.basics.version").version()
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     if name in __all__:

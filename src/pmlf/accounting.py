@@ -1,4 +1,4 @@
-"""Epsilon from noise, and noise from epsilon."""
+"""Privacy accounting: epsilon of a noise multiplier, and the noise multiplier for a target epsilon."""
 
 from pmlf.mechanism.accounting import (
     ACCOUNTANTS,

@@ -1,10 +1,10 @@
-"""Save and load the state of a run: tensors as safetensors, the rest as JSON, one file, whole or not at all.
+"""Checkpoints: the state of a run in one file, tensors as safetensors and the rest as JSON in its metadata.
 
     checkpoint.save(path, run.state_dict())
     run.load_state_dict(checkpoint.load(path))
 
-Nothing is ever unpickled, so a file from elsewhere can be refused, but not run. A digest over the content tells damage.
-The file is for the user alone, mode 0600: the state of a run that can go on holds what is as private as its records.
+Nothing is unpickled, so loading a file cannot execute code. A digest of the content detects damage. Only the owner can
+read the file (mode 0600): a state from which a run can resume is as private as the records.
 """
 
 from __future__ import annotations
@@ -25,16 +25,31 @@ from torch.utils.data import DataLoader
 from pmlf.basics.files import write_atomically
 
 _FORMAT = "pmlf checkpoint 1"
-_MOST_HEADER_BYTES = 100_000_000  # as safetensors itself allows
+_MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 _RECORDS_AT_A_TIME = 1000
 
-# Containers by the name they have in the file; scalars stand for themselves.
+# Containers by their names in the file. Scalars are stored as they are.
 _LISTS: dict[str, type] = {"list": list, "tuple": tuple}
 _MAPPINGS: dict[str, type] = {"dict": dict, "counter": Counter}
 
 
 def save(path: Path | str, state: Mapping[str, Any]) -> None:
-    """Write nested dicts, lists and tuples of tensors, numbers, texts, booleans and None to a file, atomically."""
+    """Write a state to a file, atomically: after a crash the file is the old one or the new one.
+
+    Args:
+        path: the file; an existing one is replaced.
+        state: nested dicts, lists and tuples of tensors, numbers, strings, booleans and None.
+
+    Raises:
+        ValueError: the state contains something else. The message names where.
+        OSError: the file cannot be written. What was there before is unchanged.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "checkpoint.safetensors"
+    >>> save(path, {"step": 3, "weights": torch.ones(2)})
+    >>> load(path)
+    {'step': 3, 'weights': tensor([1., 1.])}
+    """
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_packed(state, tensors, "state"))
     metadata = {"format": _FORMAT, "state": text, "digest": _digest(text, tensors)}
@@ -42,29 +57,51 @@ def save(path: Path | str, state: Mapping[str, Any]) -> None:
 
 
 def load(path: Path | str) -> dict[str, Any]:
-    """What `save` wrote, on the CPU; a file that is damaged, or is no checkpoint, is refused."""
-    content = Path(path).read_bytes()
+    """Read a state that `save` wrote.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The state, with every tensor on the CPU and independent of the file.
+
+    Raises:
+        ValueError: the file is damaged or not a checkpoint.
+        OSError: the file cannot be read.
+    """
+    content = Path(path).read_bytes()  # once: metadata and tensors are of the same file
     try:
         metadata = _metadata(content)
         text, digest = metadata["state"], metadata["digest"]
         if metadata["format"] != _FORMAT:
-            raise ValueError("another format")
+            raise ValueError("unknown format")
         tensors = safetensors.torch.load(content)
         if _digest(text, tensors) != digest:
-            raise ValueError("another digest")
+            raise ValueError("wrong digest")
         state = _unpacked(json.loads(text), tensors)
-    except Exception as error:  # whatever a reader of hostile bytes may raise
+    except Exception as error:  # parsers of hostile bytes may raise anything
         raise ValueError(
-            f"{str(path)!r} is damaged or no checkpoint ({type(error).__name__}): put the file back as it was"
+            f"{str(path)!r} is damaged or not a checkpoint ({type(error).__name__}): restore the file from a backup"
         ) from error
     assert isinstance(state, dict)
     return state
 
 
 def records_digest(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, key: bytes) -> str:
-    """Keyed digest of all the records of a dataset, in order: whether they changed, for those who have the key.
+    """A keyed digest of all records of a dataset, in order, to detect that they changed.
 
-    The records must not be random. The digest, with its key, is as private as the records: others could test guesses.
+    The digest together with its key is as private as the records: it allows to test guesses of a record.
+
+    Args:
+        dataset: a map-style dataset whose records are not random.
+        collate_fn: as in `torch.utils.data.DataLoader`.
+        key: a secret of at most 64 bytes.
+
+    Returns:
+        64 hexadecimal digits.
+
+    >>> records_digest([1, 2], None, b"key") == records_digest([2, 1], None, b"key")
+    False
     """
     digest = hashlib.blake2b(key=key, digest_size=32)
     loader = DataLoader(dataset, batch_size=_RECORDS_AT_A_TIME, collate_fn=collate_fn, generator=torch.Generator())
@@ -75,11 +112,11 @@ def records_digest(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, 
 
 
 def _packed(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
-    """JSON for a value; its tensors go to `tensors`, each a copy of its own, and leave their names."""
+    """A value as JSON. A copy of each tensor goes to `tensors`, and its name takes its place."""
     if isinstance(value, Tensor):
-        # contiguous and apart: safetensors knows neither strides nor shared memory (tied weights)
+        # a contiguous copy: safetensors supports neither strides nor shared memory (tied weights)
         last = value.dim() == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last)
-        unique = f"{len(tensors)}:{name}"  # keys with dots in them could make two names alike
+        unique = f"{len(tensors)}:{name}"  # keys with dots could give two tensors one name
         tensors[unique] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
         return {"channels_last" if last else "tensor": unique}
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -91,14 +128,15 @@ def _packed(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
         items = [[_key(key, name), _packed(item, tensors, f"{name}.{key}")] for key, item in value.items()]
         return {kind: items}
     raise ValueError(
-        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: tensors, numbers, texts, booleans, None "
-        "and dicts, lists and tuples of them"
+        f"{name} has type {type(value).__name__}, which a checkpoint cannot store: use tensors, numbers, strings, "
+        "booleans, None, and dicts, lists and tuples of them"
     )
 
 
 def _key(key: Any, name: str) -> int | str:
     if isinstance(key, bool) or not isinstance(key, (int, str)):
-        raise ValueError(f"{name} has a {type(key).__name__} for a key, which a checkpoint cannot hold: int or str")
+        kind = type(key).__name__
+        raise ValueError(f"{name} has a key of type {kind}, which a checkpoint cannot store: use int or str")
     return key
 
 
@@ -116,10 +154,10 @@ def _unpacked(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _metadata(content: bytes) -> dict[str, str]:
-    """The texts in the head of a safetensors file."""
+    """The metadata in the header of a safetensors file, of which `safetensors` reads only files (CONTRIBUTING.md)."""
     (length,) = struct.unpack_from("<Q", content)
     if length > min(len(content) - 8, _MOST_HEADER_BYTES):
-        raise ValueError("a head longer than the file")
+        raise ValueError("the header is longer than the file")
     metadata: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
     return metadata
 
@@ -138,12 +176,12 @@ def _add(digest: hashlib._Hash | hashlib.blake2b, leaf: Any) -> None:
         digest.update(repr(leaf).encode())
         return
     digest.update(f" {leaf.dtype} {tuple(leaf.shape)} ".encode())
-    # as bytes: numpy has no bfloat16
+    # as bytes, because numpy has no bfloat16
     digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
-    """What a batch of nested containers holds, in order."""
+    """The values in the nested containers of a batch, in order."""
     if isinstance(batch, Mapping):
         for name, item in batch.items():
             yield name

@@ -1,4 +1,4 @@
-"""Low-pass filters for private gradients."""
+"""Low-pass filters on the noisy mean gradient, and common designs of them."""
 
 from pmlf.mechanism.filters import (
     FilterMemory,

@@ -1,4 +1,4 @@
-"""The machine: what a time depends on besides the code."""
+"""The machine: processor, versions and memory, on which run times depend besides the code."""
 
 from __future__ import annotations
 
@@ -7,45 +7,57 @@ import hashlib
 import os
 import platform
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_DISTRIBUTIONS = {"pmlf": "dp-pmlf"}
+from pmlf.basics.version import version
+
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
 
 def keep_freed_memory() -> bool:
-    """From now on this process keeps what it frees for what it allocates next; False where malloc is not glibc's.
+    """Let this process keep the memory it frees for its next allocations.
 
-    A step frees and allocates the same large tensors as the one before. glibc gives those above 32 MB back to the
-    system each time, and fetching and clearing their pages anew takes a fifth of a CNN-5 step.
+    A training step frees and allocates the same large tensors as the step before. glibc returns blocks above 32 MB to
+    the system each time. Fetching and clearing their pages again takes a fifth of a CNN-5 step.
+
+    Returns:
+        Whether it applies: False if malloc is not glibc's.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:
+    libc = _libc()
+    if libc is None or not hasattr(libc, "mallopt"):
         return False
-    never_mapped = mallopt(_M_MMAP_MAX, 0)
-    never_trimmed = mallopt(_M_TRIM_THRESHOLD, -1)
+    never_mapped = libc.mallopt(_M_MMAP_MAX, 0)
+    never_trimmed = libc.mallopt(_M_TRIM_THRESHOLD, -1)
     return bool(never_mapped and never_trimmed)
 
 
 def return_freed_memory() -> None:
-    """Give back once what is kept free at the moment, where malloc is glibc's: this process is about to wait."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except AttributeError:
-        return
+    """Return the memory that is free now to the system, once, before a process waits. Only with glibc's malloc."""
+    libc = _libc()
+    if libc is not None and hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def describe(*packages: str) -> dict[str, Any]:
-    """Processor, number of cores, and the versions of some packages (None for one that is not installed)."""
+    """Describe the processor and the versions of packages.
+
+    Args:
+        packages: names of packages.
+
+    Returns:
+        "cpu", "cores", and the version of each package; None for one that is not installed.
+
+    >>> sorted(describe("no-such-package"))
+    ['cores', 'cpu', 'no-such-package']
+    """
     return {"cpu": _cpu(), "cores": os.cpu_count(), **{package: _version(package) for package in packages}}
 
 
 @cache
 def code() -> str:
-    """A digest of this package's source: two results with the same one were made by the same code."""
+    """A digest of this package's source: equal digests mean equal code."""
     digest = hashlib.sha256()
     package = Path(__file__).parent
     for file in sorted(package.rglob("*.py")):
@@ -63,7 +75,14 @@ def _cpu() -> str:
 
 
 def _version(package: str) -> str | None:
+    if package == "pmlf":
+        return version()
     try:
-        return version(_DISTRIBUTIONS.get(package, package))
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
+
+
+def _libc() -> ctypes.CDLL | None:
+    """The C library of this process; None on Windows, which has no such handle."""
+    return None if os.name == "nt" else ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""Poisson sampling of logical batches."""
+"""Poisson sampling: each record joins a logical batch independently with probability q."""
 
 from pmlf.mechanism.sampling import (
     LogicalBatch,

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pmlf.basics.arguments import is_number, require_positive
 from pmlf.basics.batches import batch_size, select, to_device
 from pmlf.checks.caches import made_from_synthetic_inputs
 from pmlf.checks.comparison import Subject
@@ -25,35 +23,50 @@ from pmlf.checks.validation import check_collation, refuse_unsafe_model
 from pmlf.checks.watch import PointPass, Watch
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.augmentation import Augmentation
-from pmlf.engine.capture import LossFunction, Rows
+from pmlf.engine.clipper import ClippedSum, Clipper
 from pmlf.engine.fingerprint import Fingerprint, fingerprint
-from pmlf.engine.gradients import SumBuffers, Workspace
-from pmlf.engine.momentum import CLIPPINGS, Clipping, SampleMomentum
+from pmlf.engine.momentum import Clipping, SampleMomentum
+from pmlf.engine.passes import LossFunction, Pass, Rows
 from pmlf.engine.plan import Gradients, Plan, require_known
+from pmlf.engine.strategy import Strategy
 from pmlf.engine.swap import ModelWritten
 from pmlf.mechanism.filters import FilterMemory
-from pmlf.mechanism.noise import LARGEST_STD, Randomness, keyed_uniforms, randomness_from, torch_seeded
+from pmlf.mechanism.noise import Randomness, keyed_uniforms, randomness_from, torch_seeded
 from pmlf.mechanism.points import History
 from pmlf.methods import Method, resolve
+from pmlf.settings import StepSettings
 
 _MOST_IN_FLOAT32 = 64  # samples expected: beyond, rounding of the sum could pass 1e-4 of what one of them adds
 
 
 class PrivateStep:
-    """One differentially private step for one's own training loop.
+    """One differentially private step, for your own training loop.
 
-    Call `accumulate` on every micro-batch of a Poisson-drawn logical batch (not at all if it is empty), then
-    `release`, which leaves the filtered private gradient in `p.grad` of every trainable parameter, then
-    `optimizer.step()`.
+    Call `accumulate` on every micro-batch of a Poisson-drawn logical batch, if it is not empty. Then call `release`,
+    which leaves the private gradient in `p.grad` of every trainable parameter. Then call `optimizer.step()`.
 
     Guarantees: adding or removing one sample moves the sum before noise by at most C; noise of standard deviation
     noise_multiplier * C is added to it once per release; all that follows is post-processing. What it cannot see is how
     the batch was drawn: draw it by `pmlf.sampling.PoissonBatches`, or use `make_private`.
 
-    `gradients="one-by-one"` gives every sample a forward and a backward pass of its own: slow, and right for models
-    whose layers do not tell samples apart (LSTM, tables without a batch axis, weights used outside their layer).
-    `gradients="vmap"` gives every sample to `loss_fn` as a batch of one too, all of them at once by `torch.func`:
-    faster, for models that it takes.
+    Args:
+        model: The model to train. Its trainable parameters must not change between `accumulate` and `release`.
+        loss_fn: A function of (model, batch) that returns one loss per sample.
+        method: A method of `pmlf.methods`, or the name of a preset.
+        clip_norm: Largest norm C of what one sample adds to the sum.
+        noise_multiplier: Standard deviation of the noise over C. 0 is for tests, and warns.
+        expected_batch_size: B = q * n, the public divisor of the sum.
+        generator: A seeded `torch.Generator` for experiments. None means cryptographic noise.
+        clipping: "flat" scales v by min(1, C/|v|), "automatic" by C/(|v| + 0.01).
+        augmentation: A random change to each sample.
+        secure_noise: Whether noise is hardened against floating-point attacks.
+        gradients: "ghost" takes per-sample gradients layer by layer. "vmap" runs every sample as a batch of one, all at
+            once by `torch.func`. "one-by-one" runs one sample after the other: slow, for models that the others refuse.
+        assume_independent_samples: Whether to skip the proof and the watch that samples do not influence each other.
+        strategy: How norms and sums are computed. By default the cheapest way.
+
+    Raises:
+        ValueError: If a setting or the model would break the guarantee.
     """
 
     def __init__(
@@ -71,108 +84,70 @@ class PrivateStep:
         secure_noise: bool = False,
         gradients: Gradients = "ghost",
         assume_independent_samples: bool = False,
+        strategy: Strategy | None = None,
     ) -> None:
         require_known(gradients)
         refuse_unsafe_model(model, gradients)
         if not callable(loss_fn):
             raise ValueError(f"loss_fn is a {type(loss_fn).__name__}: give a function of (model, batch)")
-        require_positive("clip_norm", clip_norm, "it bounds one sample's part in the sum; the paper uses 1.0")
-        require_positive("expected_batch_size", expected_batch_size, "it is q * n, a public number")
-        without_noise = is_number(noise_multiplier) and noise_multiplier == 0.0
-        if not without_noise:
-            require_positive("noise_multiplier", noise_multiplier, "take it from pmlf.accounting.noise_multiplier")
-        if noise_multiplier * clip_norm > LARGEST_STD * min(expected_batch_size, 1.0):
-            raise ValueError(
-                f"noise_multiplier={noise_multiplier}, clip_norm={clip_norm}, expected_batch_size="
-                f"{expected_batch_size} make noise above {LARGEST_STD:g}, more than float32 holds: give other values"
-            )
-        if not isinstance(clipping, str) or clipping not in CLIPPINGS:
-            raise ValueError(f"clipping={clipping!r} is not known: give one of {', '.join(CLIPPINGS)}")
-        if not isinstance(secure_noise, bool):
-            raise ValueError(f"secure_noise={secure_noise!r} is neither True nor False")
         if not isinstance(assume_independent_samples, bool):
             raise ValueError(f"assume_independent_samples={assume_independent_samples!r} is neither True nor False")
-        if without_noise:
-            warnings.warn("noise_multiplier=0: no noise is added and nothing is private", stacklevel=2)
-        self._mechanism = _Mechanism(
+        self._settings = StepSettings(
             method=resolve(method),
-            clip_norm=float(clip_norm),
-            noise_multiplier=float(noise_multiplier),
+            clip_norm=clip_norm,
+            noise_multiplier=noise_multiplier,
             expected_batch_size=expected_batch_size,
             clipping=clipping,
-            randomness=randomness_from(generator),
             secure_noise=secure_noise,
         )
+        if self._settings.without_noise:
+            warnings.warn("noise_multiplier=0: no noise is added and nothing is private", stacklevel=2)
+        self._randomness = randomness_from(generator)
         self._augmentation = augmentation
-        self._plan = Plan.of(model, gradients)
-        points = self.method.points
+        self._plan, points = Plan.of(model, gradients), self._settings.method.points
         self._subject = Subject(
             model=model,
             plan=self._plan,
             loss_fn=loss_fn,
-            clip_norm=self.clip_norm,
+            clip_norm=self._settings.clip_norm,
             weights=[point.weight for point in points.at(points.depth)],
         )
-        self._workspace = Workspace()
-        self._sums = SumBuffers(wide=expected_batch_size > _MOST_IN_FLOAT32)
-        self._history = History(self.method.points.depth)
-        self._filter = FilterMemory(self.method.low_pass)
+        self._clipper = Clipper(
+            self._plan.parameters,
+            clip_norm=self._settings.clip_norm,
+            clipping=clipping,
+            wide=expected_batch_size > _MOST_IN_FLOAT32,
+            strategy=strategy,
+        )
+        self._history = History(points.depth)
+        self._filter = FilterMemory(self._settings.method.low_pass)
         self._releases = 0
         self._pending: _Pending | None = None
         self._torn = False
         self._first_look = FirstLook(self._subject, gradients, augmentation, assumed=assume_independent_samples)
-
         watches = gradients == "ghost" and not assume_independent_samples
-        self._watch = Watch(self._subject, self.randomness, expected_batch_size) if watches else None
-
-    # What is checked and accounted for is fixed at the start: another loss would go unchecked, less noise uncounted.
+        self._watch = Watch(self._subject, self._randomness, expected_batch_size) if watches else None
 
     @property
     def model(self) -> nn.Module:
+        """The model, fixed at the start: another one would go unchecked."""
         return self._subject.model
 
     @property
-    def loss_fn(self) -> LossFunction:
-        return self._subject.loss_fn
-
-    @property
-    def augmentation(self) -> Augmentation | None:
-        return self._augmentation
-
-    @property
-    def method(self) -> Method:
-        return self._mechanism.method
-
-    @property
-    def clip_norm(self) -> float:
-        return self._mechanism.clip_norm
-
-    @property
-    def noise_multiplier(self) -> float:
-        return self._mechanism.noise_multiplier
-
-    @property
-    def expected_batch_size(self) -> float:
-        return self._mechanism.expected_batch_size
-
-    @property
-    def clipping(self) -> Clipping:
-        return self._mechanism.clipping
+    def settings(self) -> StepSettings:
+        """The mechanism, fixed at the start: less noise would go uncounted."""
+        return self._settings
 
     @property
     def randomness(self) -> Randomness:
-        return self._mechanism.randomness
-
-    @property
-    def secure_noise(self) -> bool:
-        """Whether noise is hardened against floating-point attacks."""
-        return self._mechanism.secure_noise
+        """The source of noise and dropout."""
+        return self._randomness
 
     @property
     def noise_source(self) -> str:
         """Where the noise comes from, in words."""
         hardened = "; each Gaussian half the sum of four, added in float64 (Holohan & Braghin 2021)"
-        return self.randomness.description + (hardened if self.secure_noise else "")
+        return self._randomness.description + (hardened if self._settings.secure_noise else "")
 
     @property
     def independence(self) -> Finding | None:
@@ -181,7 +156,7 @@ class PrivateStep:
 
     @property
     def watched(self) -> bool:
-        """Whether samples of every step are run again alone, to see that they do not influence each other."""
+        """Whether a few samples of every step run again alone."""
         return self._watch is not None
 
     @property
@@ -197,12 +172,8 @@ class PrivateStep:
     @property
     def trained(self) -> list[nn.Parameter]:
         """The trainable parameters, in the model's order."""
-        return list(self._named.values())
+        return [self.model.get_parameter(name) for name in self._plan.parameters]
 
-    @property
-    def _named(self) -> dict[str, nn.Parameter]:
-        parameters = dict(self.model.named_parameters())
-        return {name: parameters[name] for name in self._plan.parameters}
 
     def accumulate(self, micro_batch: Any, *, samples: Tensor | None = None) -> None:
         """Add the clipped momentum of a micro-batch's samples to the pending sum: all of them, or nothing.
@@ -218,36 +189,41 @@ class PrivateStep:
         if size == 0:
             self._pending = pending
             return
-        if samples is None and self.augmentation is not None:
+        if samples is None and self._augmentation is not None:
             samples = torch.arange(pending.samples, pending.samples + size)
         try:
-            sums = self._added(anatomy, pending, micro_batch, size, samples)
+            total = self._added(anatomy, pending, micro_batch, size, samples)
         except ModelWritten:
             if not made_from_synthetic_inputs(self._subject, micro_batch):
                 raise
-            sums = self._added(Anatomy(self.model), pending, micro_batch, size, samples)
+            total = self._added(Anatomy(self.model), pending, micro_batch, size, samples)
         finally:
-            self._refuse_written(pending)
+            self._refuse_written(anatomy, pending)
         self._pending = _Pending(
             fingerprint=pending.fingerprint,
-            sums=sums,
+            total=total,
             samples=pending.samples + size,
             micro_batches=pending.micro_batches + 1,
         )
 
+    def sensitive_sum(self) -> ClippedSum | None:
+        """The pending sum before noise, None of no samples. For tests and audits: it must not be shown or kept."""
+        return None if self._pending is None else self._pending.total
+
     def _added(
         self, anatomy: Anatomy, pending: _Pending, micro_batch: Any, size: int, samples: Tensor | None
-    ) -> dict[str, Tensor]:
+    ) -> ClippedSum:
         """The pending sum and a micro-batch's clipped momenta, beside it: the pending one stays as it is."""
-        sums, before = self._sums.other_than(pending.sums, self._named), pending.sums
         rows = self._first_look.at(micro_batch, size, anatomy.modes)
-        for part in self._plan.passes(size):
-            few = micro_batch if part == slice(0, size) else select(micro_batch, part)
-            numbers = None if samples is None else samples[part]
-            momentum = self._momentum(anatomy, few, part, numbers, pending.micro_batches, rows)
-            momentum.write_clipped_sum(self.clip_norm, self.clipping, before, sums)
-            before = sums
-        return sums
+
+        def momenta() -> Iterator[SampleMomentum]:
+            for part in self._plan.passes(size):
+                few = micro_batch if part == slice(0, size) else select(micro_batch, part)
+                numbers = None if samples is None else samples[part]
+                yield self._momentum(anatomy, few, part, numbers, pending.micro_batches, rows)
+
+        trained = {name: anatomy.parameters[name] for name in self._plan.parameters}
+        return self._clipper.add(momenta(), pending.total, trained)[0]
 
     def release(self) -> None:
         """Add noise, divide by the expected batch size, filter, and leave the result in `p.grad`; forget the sum."""
@@ -255,28 +231,25 @@ class PrivateStep:
         anatomy = Anatomy(self.model)
         named, _ = self._unchanged(anatomy)
         parameters = list(named.values())
-        sums = None if self._pending is None else self._pending.sums
+        total = self.sensitive_sum()
         self._torn = True
-        if sums is None:  # an empty batch is a step like any other
-            sums = self._sums.other_than(None, named)
-            for name in self._plan.parameters:
-                sums[name].zero_()
-        values = [sums[name] for name in self._plan.parameters]
-        noise = self.randomness.stream("noise", self._releases)
-        for value in values:
-            if self.noise_multiplier > 0.0:
-                std = self.noise_multiplier * self.clip_norm
-                noise.add_gaussian_(value, std, hardened=self.secure_noise)
+        if total is None:  # an empty batch is a step like any other
+            total = self._clipper.nothing(named)
+        values = [total.values[name] for name in self._plan.parameters]
+        noise = self._randomness.stream("noise", self._releases)
+        std = self._settings.noise_multiplier * total.sensitivity
+        for value in values if std > 0.0 else ():
+            noise.add_gaussian_(value, std, hardened=self._settings.secure_noise)
         values = [
             value.to(torch.promote_types(p.dtype, torch.float32)) for value, p in zip(values, parameters, strict=True)
         ]
         self._history.remember(parameters)
-        filtered = self._filter.apply(values, scale=1 / self.expected_batch_size)
+        filtered = self._filter.apply(values, scale=1 / self._settings.expected_batch_size)
         for parameter in anatomy.parameters.values():
             parameter.grad = None  # also of frozen ones: what an optimizer finds there was never made private
         for parameter, value in zip(parameters, filtered, strict=True):
             parameter.grad = value.to(parameter.dtype)
-        self._sums.give_away(sums)  # to the filter or p.grad: no later sum is written where somebody can see it
+        self._clipper.give_away(total)  # to the filter or p.grad: no later sum is written where somebody can see it
         self._pending = None
         self._releases += 1
         self._torn = False
@@ -292,7 +265,7 @@ class PrivateStep:
         if self._pending is not None:
             raise RuntimeError("a sum is pending, which is sensitive: call release() or discard() before state_dict()")
         return {
-            "method": self.method.name,
+            "method": self._settings.method.name,
             "releases": self._releases,
             "filter": self._filter.state_dict(),
             "history": self._history.state_dict(),
@@ -302,14 +275,15 @@ class PrivateStep:
         """Continue from a saved state of a step with the same method and model."""
         if self._pending is not None and not self._torn:
             raise RuntimeError("a sum is pending: call release() or discard() before load_state_dict()")
-        if state["method"] != self.method.name:
-            raise ValueError(f"the state is of method {state['method']!r}, this step runs {self.method.name!r}")
+        name = self._settings.method.name
+        if state["method"] != name:
+            raise ValueError(f"the state is of method {state['method']!r}, this step runs {name!r}")
         releases = state["releases"]
         if isinstance(releases, bool) or not isinstance(releases, int) or releases < 0:
             raise ValueError(f"the state counts releases={releases!r}: a whole number of at least 0 is needed")
-        history = History(self.method.points.depth)
+        history = History(self._settings.method.points.depth)
         history.load_state_dict(state["history"], like=self.trained)
-        memory = FilterMemory(self.method.low_pass)
+        memory = FilterMemory(self._settings.method.low_pass)
         memory.load_state_dict(state["filter"])
         self._history, self._filter, self._releases = history, memory, releases
         self._pending, self._torn = None, False
@@ -323,43 +297,40 @@ class PrivateStep:
         self, anatomy: Anatomy, batch: Any, part: slice, samples: Tensor | None, micro_batch: int, rows: Rows
     ) -> SampleMomentum:
         """v of every sample in a part of a micro-batch: gradients at the points, weighted and added."""
-        points, names = self.method.points.at(self._releases), self._plan.parameters
+        points, names = self._settings.method.points.at(self._releases), self._plan.parameters
         parameters = [anatomy.parameters[name] for name in names]
-        momentum = SampleMomentum(self._plan, part.stop - part.start, len(points), self._workspace)
+        momentum = self._clipper.momentum(part.stop - part.start, len(points))
         views = self._views(batch, samples, len(points))
         watched, watched_point = None, 0
         if self._watch is not None:
             watched, watched_point = self._watch.choice(batch, part, self._releases, micro_batch, len(points))
         for index, (point, view) in enumerate(zip(points, views, strict=True)):
             values = dict(zip(names, self._history.evaluate(point, parameters), strict=True))
-            seed = self.randomness.seed_for("dropout", self._releases, micro_batch, part.start, index)
-            if index or part.start:  # what the pass before this one has registered is looked at in this one
-                anatomy = Anatomy(self.model)
+            seed = self._randomness.seed_for("dropout", self._releases, micro_batch, part.start, index)
+            size = part.stop - part.start
+            one = Pass(anatomy, self._plan, self._subject.loss_fn, values, view, size, point.weight, rows)
             if watched is None or index != watched_point:
                 with torch_seeded(seed, parameters[0].device):
-                    momentum.add_point(anatomy, values, self.loss_fn, view, point.weight, rows)
+                    momentum.add_pass(one)
                 continue
             with torch_seeded(seed, parameters[0].device), watched:
-                momentum.add_point(anatomy, values, self.loss_fn, view, point.weight, rows, watched.take)
+                momentum.add_pass(one, watched.take)
             assert self._watch is not None
             at_point = PointPass(values=values, batch=view, seed=seed, weight=point.weight)
             self._watch.compare(watched, at_point, proven=rows == "their own")
         return momentum
 
     def _views(self, batch: Any, samples: Tensor | None, points: int) -> Sequence[Any]:
-        """The batch as each evaluation point sees it; its samples are numbered where there is an augmentation."""
-        if self.augmentation is None:
+        """The batch as each evaluation point sees it; its samples are numbered if there is an augmentation."""
+        if self._augmentation is None:
             return [batch] * points
         assert samples is not None
-
-        def augmented(augmentation: Augmentation, point: int) -> Any:
-            stream = self.randomness.stream("augmentation", self._releases, point)
-            change = augmentation.function if self._plan.gradients == "ghost" else augmentation.apart
-            return change(batch, keyed_uniforms(stream, samples, augmentation.draws))
-
-        if self.augmentation.per_point:
-            return [augmented(self.augmentation, point) for point in range(points)]
-        return [augmented(self.augmentation, 0)] * points
+        drawn = points if self._augmentation.per_point else 1
+        streams = [self._randomness.stream("augmentation", self._releases, point) for point in range(drawn)]
+        uniforms = [keyed_uniforms(stream, samples, self._augmentation.draws) for stream in streams]
+        change = self._augmentation.function if self._plan.gradients == "ghost" else self._augmentation.apart
+        views = [change(batch, each) for each in uniforms]
+        return views if self._augmentation.per_point else views * points
 
     def check_collation(self, indices: Sequence[int], batch_of: Callable[[list[int]], Any]) -> None:
         """Refuse a `batch_of` some indices by which records change each other's gradients, by padding or otherwise."""
@@ -371,7 +342,7 @@ class PrivateStep:
             check_collation(self._subject, indices, batch_of)
 
     def check_again(self) -> None:
-        """Look at the samples to come as at the first ones: those so far were synthetic."""
+        """Check the next samples as the first ones: those so far were synthetic."""
         self._first_look.again()
 
     def _refuse_torn(self) -> None:
@@ -380,13 +351,13 @@ class PrivateStep:
                 "a release was interrupted halfway: go back to a saved state (load_state_dict) or build a new step"
             )
 
-    def _refuse_written(self, pending: _Pending) -> None:
+    def _refuse_written(self, anatomy: Anatomy, pending: _Pending) -> None:
         """Forward passes must leave every parameter unchanged, bit by bit.
 
         The first passes over a model are checks, which restore what was written. Keeping a copy at every later step
         would cost as much memory as the gradients do, so here a parameter that was written is filled with NaN.
         """
-        parameters = Anatomy(self.model).parameters
+        parameters = anatomy.parameters
         bits = zip(parameters, fingerprint(parameters.values()), pending.fingerprint, strict=True)
         changed = [name for name, (_, now), (_, before) in bits if now != before]
         if not changed:
@@ -418,23 +389,10 @@ class PrivateStep:
         return named, iterate
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Mechanism:
-    """The public constants of a private step."""
-
-    method: Method
-    clip_norm: float
-    noise_multiplier: float
-    expected_batch_size: float
-    clipping: Clipping
-    randomness: Randomness
-    secure_noise: bool
-
-
 class _Pending(NamedTuple):
     """The sum of a logical batch so far. Replaced as a whole, so that an interrupted accumulate changes nothing."""
 
     fingerprint: Fingerprint
-    sums: dict[str, Tensor] | None = None
+    total: ClippedSum | None = None
     samples: int = 0
     micro_batches: int = 0

@@ -1,10 +1,8 @@
-"""What the paper's theory predicts: variance reduction, impulse responses, Gamma, the convergence bound."""
+"""What the paper's theory predicts: variance reduction, impulse responses, Gamma, and the convergence bound."""
 
+from pmlf.mechanism.convergence import ConvergenceBound, Problem, convergence_bound, step_size_limit
 from pmlf.mechanism.theory import (
-    ConvergenceBound,
-    Problem,
     autocorrelation,
-    convergence_bound,
     gamma_dp,
     gamma_sgd,
     impulse_response,
@@ -12,7 +10,6 @@ from pmlf.mechanism.theory import (
     noise_gain,
     normalised_impulse_response,
     rho_squared,
-    step_size_limit,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The audit: bounds that hold, methods whose claims stand, broken variants that are caught."""
+"""The audit: its bounds hold, no method is refuted, every broken variant is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pmlf.cli.main import main
 from pmlf.mechanism.filters import FilterMemory, LowPass
 from pmlf.mechanism.noise import SeededRandomness
 
-QUICK = audit.Settings(epsilon=4.0, canaries=3000, seed=0)
+QUICK = audit.AuditSettings(epsilon=4.0, canaries=3000, seed=0)
 
 
 def gaussian_scores(mu: float, each: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -54,12 +54,12 @@ def test_bounds_fail_no_more_often_than_their_confidence_allows() -> None:
             bounds.raw_epsilon(inside, outside, delta, confidence) > true,
             bounds.one_run_epsilon(scores, included, 80, 1e-6, confidence) > bounds.gaussian_epsilon(mu, 1e-6),
         ]
-    # at most 10 % each: more than this many of 150 would be one chance in 10,000
+    # each fails with probability at most 10 %: more failures than this have probability 1e-4
     assert failures.max() <= scipy.stats.binom.ppf(0.9999, tries, 1 - confidence)
-    assert failures[0] > 0  # the Gaussian bound is close enough to fail at times, as it may
+    assert failures[0] > 0  # the Gaussian bound is tight enough to fail sometimes
 
 
-def test_without_any_difference_every_bound_is_zero_or_next_to_it() -> None:
+def test_without_any_difference_every_bound_is_zero() -> None:
     inside, outside = gaussian_scores(0.0, 5000, 1)
     assert bounds.gaussian_mu(inside, outside, 0.9999) == 0.0
     assert bounds.raw_epsilon(inside, outside, 1e-5, 0.9999) == 0.0
@@ -69,16 +69,16 @@ def test_without_any_difference_every_bound_is_zero_or_next_to_it() -> None:
 
 def test_one_run_p_value_is_the_paper_s_formula() -> None:
     canaries_, guesses, correct, epsilon, delta = 60, 40, 33, 0.8, 1e-3
-    chance = np.exp(epsilon) / (1 + np.exp(epsilon))
-    mass = scipy.stats.binom.pmf(np.arange(guesses + 1), guesses, chance)
+    probability = np.exp(epsilon) / (1 + np.exp(epsilon))
+    mass = scipy.stats.binom.pmf(np.arange(guesses + 1), guesses, probability)
     tail = mass[correct:].sum()
     steepest = max(mass[max(correct - i, 0) : correct].sum() / i for i in range(1, canaries_ + 1))
     expected = tail + 2 * canaries_ * delta * steepest
     assert bounds.one_run_p_value(canaries_, guesses, correct, epsilon, delta) == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_threshold_is_not_judged_by_the_scores_it_was_chosen_on() -> None:
-    """Scores where the chosen half separates perfectly and the other not at all."""
+def test_a_threshold_is_not_used_on_the_scores_it_was_chosen_on() -> None:
+    """The half that chooses the threshold separates perfectly, the other half not at all."""
     inside, outside = gaussian_scores(0.0, 2000, 2)
     inside[::2] += 100
     assert bounds.gaussian_mu(inside, outside, 0.999) == 0.0
@@ -86,7 +86,7 @@ def test_a_threshold_is_not_judged_by_the_scores_it_was_chosen_on() -> None:
 
 
 @pytest.mark.parametrize("low_pass", [methods.resolve(name).low_pass for name in methods.NAMES], ids=methods.NAMES)
-def test_the_public_filter_is_taken_out(low_pass: LowPass) -> None:
+def test_the_public_filter_is_inverted(low_pass: LowPass) -> None:
     torch.manual_seed(0)
     values = [torch.randn(5, dtype=torch.float64) for _ in range(6)]
     memory = FilterMemory(low_pass)
@@ -95,7 +95,7 @@ def test_the_public_filter_is_taken_out(low_pass: LowPass) -> None:
 
 
 @pytest.mark.parametrize("name", methods.NAMES)
-def test_a_canary_moves_the_released_sums_by_the_clip_norm_and_nobody_else_s(name: str) -> None:
+def test_a_canary_moves_the_released_sums_by_the_clip_norm_along_its_own_coordinate_only(name: str) -> None:
     mechanism = canaries.Mechanism(method=methods.resolve(name), noise_multiplier=1e-6, sample_rate=1.0, steps=3)
     included = canaries.coins(SeededRandomness(0), 120)
     sums = canaries.released_sums(mechanism, included, SeededRandomness(0))
@@ -103,7 +103,7 @@ def test_a_canary_moves_the_released_sums_by_the_clip_norm_and_nobody_else_s(nam
 
 
 @pytest.mark.parametrize("name", methods.NAMES)
-def test_the_claim_of_every_method_stands_and_the_audit_comes_near_it(name: str) -> None:
+def test_no_method_is_refuted_and_the_bounds_are_close_to_the_claim(name: str) -> None:
     report = audit.audit_method(name, QUICK)
     assert not report.refuted
     measured = {bound.name: bound.epsilon for bound in report.bounds}
@@ -112,25 +112,26 @@ def test_the_claim_of_every_method_stands_and_the_audit_comes_near_it(name: str)
     assert measured["Clopper-Pearson"] > 0 and measured["one run"] > 0
 
 
-def test_a_sampled_mechanism_is_not_taken_for_a_gaussian_one() -> None:
-    report = audit.audit_method("dp-pmlf", audit.Settings(epsilon=4.0, sample_rate=0.5, canaries=2000, seed=0))
+def test_a_sampled_mechanism_gets_no_gaussian_bound() -> None:
+    report = audit.audit_method("dp-pmlf", audit.AuditSettings(epsilon=4.0, sample_rate=0.5, canaries=2000, seed=0))
     assert [bound.name for bound in report.bounds] == ["Clopper-Pearson", "one run"] and not report.refuted
 
 
-def test_hardened_noise_keeps_its_claim_too() -> None:
-    report = audit.audit_method("dpsgd", audit.Settings(epsilon=4.0, canaries=2000, seed=0, secure_noise=True))
+def test_secure_noise_is_not_refuted() -> None:
+    report = audit.audit_method("dpsgd", audit.AuditSettings(epsilon=4.0, canaries=2000, seed=0, secure_noise=True))
     assert not report.refuted and report.bounds[0].epsilon > 1.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("control", audit.CONTROLS, ids=lambda control: control.name)
-def test_every_broken_variant_is_caught(control: audit.Control) -> None:
-    # Clopper-Pearson on n scores cannot show more than about log(n/10): where it alone judges, the claim is smaller
+def test_every_broken_variant_is_refuted(control: audit.Control) -> None:
+    # Clopper-Pearson on n scores shows at most about log(n/10): a smaller claim where it is the only bound
     epsilon = 4.0 if control.sample_rate == 1.0 else 1.0
-    report = audit.audit_control(control, audit.Settings(epsilon=epsilon, canaries=1600, seed=0))
+    report = audit.audit_control(control, audit.AuditSettings(epsilon=epsilon, canaries=1600, seed=0))
     assert report.refuted, [(bound.name, bound.epsilon) for bound in report.bounds]
 
 
-def test_the_command_says_what_it_found_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_and_draws_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "scores.png"
     options = ["--method", "dpsgd", "disk", "--epsilon", "4", "--canaries", "800", "--seed", "1"]
     assert main(["audit", *options, "--plot", str(picture)]) == 0
@@ -141,10 +142,10 @@ def test_the_command_says_what_it_found_and_draws_it(tmp_path: Path, capsys: pyt
     for _ in range(2):
         assert main(["audit", *options, "--json"]) == 0
         documents.append(json.loads(capsys.readouterr().out))
-    assert documents[0] == documents[1]  # the seed decides
+    assert documents[0] == documents[1]  # they depend on the seed alone
     assert [found["subject"] for found in documents[0]["audits"]] == ["dpsgd", "disk"]
     first, second = ([bound["epsilon"] for bound in found["bounds"]] for found in documents[0]["audits"])
-    assert first != second  # and no two audits share their noise
+    assert first != second  # two audits do not share their noise
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_the_command_says_what_it_found_and_draws_it(tmp_path: Path, capsys: pyt
         (["--guesses", "30000"], "guesses=30000 is more than"),
         (["--confidence", "1"], "confidence=1.0 is not in"),
         (["--method", "sgd"], "method='sgd' is not known"),
-        (["--method", "dpsgd", "--k", "3"], "--k is for none of dpsgd"),
+        (["--method", "dpsgd", "--k", "3"], "--k is not an option of dpsgd"),
     ],
 )
 def test_the_command_refuses_in_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark: what its document holds, how failures are recorded, that no process is left. No time is judged."""
+"""The benchmark: its document, recorded failures, and that all processes end. No times are tested."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rich.console import Console
 
 import pmlf
 from pmlf.bench import cases, contenders, growth, measure, report, suite
-from pmlf.bench.measure import Conditions, Job, Outcome, race
+from pmlf.bench.measure import BenchJob, Conditions, Outcome, race
 from pmlf.cli.main import main
 
 QUICK = ["--cases", "linear", "--contenders", "plain", "pmlf-k1", "vmap", "--rounds", "2", "--batch-scale", "0.05"]
 
 
-def job(contender: str, case: str = "linear") -> Job:
-    return Job(case=case, contender=contender, batch_scale=0.05, conditions=Conditions(threads=1))
+def job(contender: str, case: str = "linear") -> BenchJob:
+    return BenchJob(case=case, contender=contender, batch_scale=0.05, conditions=Conditions(threads=1))
 
 
-def silent(said: str) -> None:
+def silent(line: str) -> None:
     pass
 
 
@@ -42,6 +42,7 @@ def text_of(*parts: Any) -> str:
 # --- a small run
 
 
+@pytest.mark.slow
 def test_document_has_every_field(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     assert main(["bench", *QUICK, "--threads", "1", "--json", "--out", str(out), "--plot", str(picture)]) == 0
@@ -82,7 +83,8 @@ def test_unknown_names_and_numbers_are_refused(capsys: pytest.CaptureFixture[str
 # --- failures
 
 
-def test_a_failing_contender_is_recorded_and_the_others_go_on() -> None:
+@pytest.mark.slow
+def test_a_failing_contender_is_recorded_and_the_others_continue() -> None:
     broken, working = race("linear", [job("plain", case="nothing"), job("plain")], 1, silent)
     assert broken.error is not None and broken.error.startswith("ValueError: unknown case 'nothing'")
     assert broken.best is None and broken.peak_bytes is None
@@ -97,13 +99,14 @@ def test_a_process_that_dies_is_recorded_as_such() -> None:
         worker.take_turn()
         worker.take_turn()
         outcome = worker.outcome()
-    assert outcome.error == "the process died by SIGKILL, out of memory perhaps"
+    assert outcome.error == "the process was killed by SIGKILL, perhaps out of memory"
     assert worker._process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are looked up where Linux lists them")
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks up children in /proc")
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
-def test_no_process_stays_behind(tmp_path: Path, ending: signal.Signals) -> None:
+def test_all_processes_end_with_their_parent(tmp_path: Path, ending: signal.Signals) -> None:
     program = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from pmlf.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -137,7 +140,7 @@ def _running(process: str) -> bool:
         return False
 
 
-# --- what is made of the numbers
+# --- ratios and targets
 
 
 def outcome(
@@ -159,7 +162,7 @@ def made_up(case: str, *, ghost_norm: float = 5.0) -> dict[str, Any]:
         outcome("plain-channels-last", 0.8),
         outcome("opacus", 3.0, peak=1000, norm=5.0),
         outcome("opacus-ghost", 2.0, norm=ghost_norm),
-        Outcome(job=job("vmap"), error="the process died by SIGKILL, out of memory perhaps"),
+        Outcome(job=job("vmap"), error="the process was killed by SIGKILL, perhaps out of memory"),
         outcome("pmlf-k1", 0.88, peak=150, release=0.1, norm=5.0),
         outcome("pmlf-k2", 1.76, peak=200, release=0.1, norm=5.0),
         outcome("pmlf-step", 1.8, peak=250, release=0.2),
@@ -194,10 +197,10 @@ def test_targets_on_made_up_numbers() -> None:
 def test_a_contender_with_another_gradient_is_named_and_does_not_count() -> None:
     document = made_up("roberta", ghost_norm=7.0)
     assert checked(document)["Opacus' best / k=1"][0] == pytest.approx(3.0 / 0.88)
-    assert "opacus-ghost gives another gradient: norm 7" in text_of(*report.case_results(document))
+    assert "opacus-ghost computes another gradient: norm 7" in text_of(*report.case_results(document))
 
 
-def test_every_target_is_of_a_case_and_measured_when_all_is() -> None:
+def test_every_target_belongs_to_a_case_and_has_a_value() -> None:
     assert {target.case for target in report.TARGETS} == set(cases.CASES)
     for name in cases.CASES:
         assert all(value is not None for value, _ in checked(made_up(name)).values())
@@ -212,7 +215,7 @@ def test_tables_fit_a_terminal_and_the_picture_is_drawn(tmp_path: Path) -> None:
         "targets": report.check_targets(made),
     }
     shown = text_of(*suite.readable(document))
-    assert "…" not in shown and "vmap failed: the process died" in shown and "NO" in shown
+    assert "…" not in shown and "vmap failed: the process was killed" in shown and "NO" in shown
     for name in (*cases.CASES, "plain-channels-last", "pmlf-step"):
         assert name in shown
     suite.plot(document, tmp_path / "picture.svg")
@@ -222,7 +225,7 @@ def test_tables_fit_a_terminal_and_the_picture_is_drawn(tmp_path: Path) -> None:
 # --- growth
 
 
-@pytest.mark.parametrize("power", [0.5, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("power", [0.5, 2.0])
 def test_exponent_of_an_exact_power_law(power: float) -> None:
     sizes = [1, 2, 4, 8]
     assert growth.exponent(sizes, [0.3 * size**power for size in sizes]) == pytest.approx(power)
@@ -234,7 +237,7 @@ def test_exponent_needs_two_costs() -> None:
 
 
 def test_growth_as_table_and_picture(tmp_path: Path) -> None:
-    series = growth.Series(
+    curve = growth.GrowthCurve(
         axis="width",
         values=[64, 128, 256],
         seconds=[0.01, 0.04, None],
@@ -247,7 +250,7 @@ def test_growth_as_table_and_picture(tmp_path: Path) -> None:
     document = {
         "machine": suite.on_this_machine(2),
         "settings": {"rounds": 1, "batch_scale": 1.0, "clock": "wall", "freed_memory": "returned"},
-        "growth": growth.to_json([series]),
+        "growth": growth.to_json([curve]),
     }
     shown = text_of(*suite.readable(document))
     assert "size^2.00" in shown and "size^1.00" in shown and "RuntimeError: no" in shown
@@ -260,6 +263,6 @@ def test_every_stack_and_contender_of_growth_is_found() -> None:
     assert all(contenders.find(f"pmlf-k{k}").name == f"pmlf-k{k}" for k in (1, 2, 4, 8))
 
 
-def test_processor_time_is_of_one_thread() -> None:
-    with pytest.raises(ValueError, match=r"clock='cpu' adds up the time of all threads=2: give --threads 1"):
-        suite.Settings(clock="cpu", threads=2).resolved()
+def test_processor_time_needs_one_thread() -> None:
+    with pytest.raises(ValueError, match="clock='cpu' adds up the time of all threads=2: give threads=1"):
+        suite.BenchSettings(clock="cpu", threads=2).resolved()

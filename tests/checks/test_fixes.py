@@ -28,6 +28,7 @@ class Classifier(nn.Module):
         return self.head(self.encoder(x).mean(1))
 
 
+@pytest.mark.slow
 def test_a_fixed_model_trains_privately_and_the_original_is_untouched() -> None:
     model = Classifier()
     keys = list(model.state_dict())

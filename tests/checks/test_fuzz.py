@@ -28,6 +28,7 @@ def one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, MODELS, TOGETHER))
 def test_no_random_model_breaks_a_promise_and_no_honest_one_is_refused(first: int) -> None:
     tally, wrong = Tally(), []
@@ -89,6 +90,7 @@ class Unclipped:
         self.summed = [torch.zeros_like(p) for p in self.trained]
 
 
+@pytest.mark.slow
 def test_the_oracle_sees_every_kind_of_hole_in_a_step_that_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pmlf, "PrivateStep", Unclipped)
     kinds = Counter(hole.kind for index in range(30) for hole in oracle.judged(drawn(0, index)).holes)

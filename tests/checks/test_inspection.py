@@ -12,7 +12,6 @@ import pmlf
 from pmlf import PrivateStep, methods
 from pmlf.basics.batches import synthetic
 from pmlf.checks.inspection import LARGEST_SENSITIVITY, Checked
-from pmlf.mechanism.noise import SeededRandomness
 from zoo import CASES, classify, images, make
 
 
@@ -152,10 +151,8 @@ def test_synthetic_batches_have_the_shapes_and_dtypes_and_nothing_else_of_the_re
         "tokens": torch.full((3, 9), 40_000),
         "label": torch.tensor([5, 6, 7]),
     }
-    made = synthetic(records, SeededRandomness(0).stream("synthetic"))
-    again = synthetic(
-        {name: torch.zeros_like(value) for name, value in records.items()}, SeededRandomness(0).stream("synthetic")
-    )
+    made = synthetic(records, seed=0)
+    again = synthetic({name: torch.zeros_like(value) for name, value in records.items()}, seed=0)
     for name, tensor in records.items():
         assert made[name].shape == tensor.shape and made[name].dtype == tensor.dtype
         assert torch.equal(made[name], again[name])

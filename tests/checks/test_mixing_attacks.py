@@ -373,7 +373,7 @@ def test_what_a_forward_pass_keeps_deep_in_an_attribute_is_refused(place: Any, g
 @pytest.mark.parametrize("value", [True, 3, 0.5, "hard"])
 def test_a_value_of_the_whole_batch_is_refused_since_it_may_follow_from_the_samples(value: Any) -> None:
     step = stepped(nn.Linear(4, 3), lambda m, b: squares(m, (b["x"],)) * (2.0 if b["flag"] else 1.0))
-    with pytest.raises(ValueError, match="one for all samples"):
+    with pytest.raises(ValueError, match="that all samples share"):
         step.accumulate({"x": rows(6, 4), "flag": value})
 
 

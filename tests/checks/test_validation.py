@@ -287,7 +287,7 @@ def test_randomness_in_eval_mode_is_found() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(F.dropout(x, 0.5, training=True))
 
-    refused(AlwaysRandom(), images(6)(4), "draws chance in eval mode too")
+    refused(AlwaysRandom(), images(6)(4), "random in eval mode")
 
 
 def test_activations_at_a_kink_are_not_taken_for_a_fault() -> None:

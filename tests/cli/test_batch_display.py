@@ -1,4 +1,4 @@
-"""Progress of many runs, on a terminal and elsewhere."""
+"""Progress of many runs, with and without a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from pmlf.cli.batch_display import batch_progress
 from pmlf.experiments.spec import MethodOptions, RunSpec
 from pmlf.reproduction import jobs
-from pmlf.reproduction.jobs import News
+from pmlf.reproduction.jobs import JobProgress
 
 JOB = jobs.job(RunSpec(model="linear", epsilon=2.0, seed=3, options=MethodOptions(k=3, b=(0.2, -0.1))), Path("runs"))
 TRIAL = jobs.job(RunSpec(model="linear", epsilon=2.0, seed=1000, holdout=0.1, lr=0.17), Path("runs"))
@@ -21,7 +21,7 @@ def shown(terminal: bool) -> str:
     with batch_progress(console, "table-4") as listener:
         listener.expected(2)
         listener.began(JOB)
-        listener.advanced(News(key=JOB.key, step=7, steps=40))
+        listener.advanced(JobProgress(key=JOB.key, step=7, steps=40))
         listener.ended(JOB, None)
         listener.began(TRIAL)
         listener.ended(TRIAL, "ValueError: no [room]")
@@ -29,9 +29,9 @@ def shown(terminal: bool) -> str:
     return console.file.getvalue()
 
 
-def test_elsewhere_than_on_a_terminal_a_line_says_how_a_run_ended() -> None:
+def test_without_a_terminal_one_line_per_run_says_how_it_ended() -> None:
     assert shown(terminal=False).splitlines() == [
-        "table-4: 2 runs to do",
+        "table-4: 2 runs left",
         "dp-pmlf k=3 b=(0.2,-0.1), linear on fashion-mnist-small, epsilon 2, seed 3: done",
         "dp-pmlf, linear on fashion-mnist-small, epsilon 2, trial lr 0.17: failed, ValueError: no [room]",
     ]

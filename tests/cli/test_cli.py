@@ -98,6 +98,11 @@ def test_help_lists_the_commands(call: Call) -> None:
     assert code == 0 and all(name in out for name in COMMANDS)
 
 
+def test_the_version_is_the_package_s(call: Call) -> None:
+    assert call("--version") == (0, f"pmlf {pmlf.__version__}\n", "")
+    assert "pmlf --version" in call("--help")[1]
+
+
 # --- train
 
 
@@ -144,13 +149,13 @@ REFUSED_SETTINGS = [
     (["--lr", "-1"], "--lr=-1.0"),
     (["--clip-norm", "0"], "--clip-norm=0.0"),
     (["--clipping", "none"], "clipping='none'"),
-    (["--optimizer", "lion"], "optimizer 'lion'"),
+    (["--optimizer", "lion"], "optimizer='lion'"),
     (["--max-physical-batch-size", "0"], "--max-physical-batch-size=0"),
     (["--k", "0"], "k=0"),
     (["--beta", "0"], "beta=0.0"),
     (["--beta", "1.1"], "beta=1.1"),
     (["--a", "-1", "--b", "0.5"], "unstable"),
-    (["--a", "-0.9", "--b", "0.2"], "is needed: divide b by the gain."),
+    (["--a", "-0.9", "--b", "0.2"], ": divide b by the gain.\n"),
     (["--a", "-0.9", "--b", "0", "0.1"], "b_0 = 0"),
     (["--dataset", "imagenet"], "dataset 'imagenet'"),
     (["--model", "gpt"], "model 'gpt'"),
@@ -158,8 +163,8 @@ REFUSED_SETTINGS = [
 ]
 REFUSED_METHODS = [
     (["--method", "sgd"], "method='sgd'"),
-    (["--method", "dpsgd", "--k", "2"], "--k is not for dpsgd"),
-    (["--kappa", "0.7"], "--kappa is not for dp-pmlf, which takes --k, --beta, --a, --b"),
+    (["--method", "dpsgd", "--k", "2"], "--k is not an option of dpsgd"),
+    (["--kappa", "0.7"], "--kappa is not an option of dp-pmlf, which takes --k, --beta, --a, --b"),
 ]
 
 
@@ -184,7 +189,7 @@ def test_compare_refuses_in_one_line(call: Call, tmp_path: Path, options: list[s
 def test_a_file_that_is_not_there_is_said_in_words(call: Call, tmp_path: Path) -> None:
     for argv in (["account", "--certificate", "nothing"], ["account", "--ledger", "nothing"]):
         code, out, err = call(*argv)
-        assert (code, out, err) == (2, "", "pmlf: error: 'nothing' does not exist: give one that does\n")
+        assert (code, out, err) == (2, "", "pmlf: error: 'nothing' does not exist: give a path that does\n")
     code, _, err = call("account", "--ledger", tmp_path)
     assert code == 2 and "cannot be used: Is a directory" in err
 
@@ -208,7 +213,7 @@ def test_an_existing_folder_is_refused_and_left_alone(call: Call, tmp_path: Path
     (tmp_path / "run" / "model.safetensors").write_text("precious")
     for command in ("train", "compare"):
         code, out, err = call(command, *QUICK, "--out", "run")
-        assert code == 2 and out == "" and "'run' exists already" in err and err.count("\n") == 1
+        assert code == 2 and out == "" and "'run' already exists" in err and err.count("\n") == 1
     assert [path.read_text() for path in (tmp_path / "run").iterdir()] == ["precious"]
 
 
@@ -218,6 +223,7 @@ def test_a_large_delta_is_warned_about_in_one_line(call: Call) -> None:
     assert code == 0 and "delta=0.001" in warning
 
 
+@pytest.mark.slow
 def test_nothing_sensitive_appears_unless_asked_for(call: Call, tmp_path: Path) -> None:
     def everything(out: str, err: str, folder: str) -> str:
         texts = [path.read_text() for path in (tmp_path / folder).iterdir() if path.suffix != ".safetensors"]
@@ -235,7 +241,7 @@ def test_nothing_sensitive_appears_unless_asked_for(call: Call, tmp_path: Path) 
     assert metrics["training_loss"] > 0 and metrics["training_loss_is"].startswith("sensitive")
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "account", "filter"])
+@pytest.mark.parametrize("command", ["train", pytest.param("compare", marks=pytest.mark.slow), "account", "filter"])
 def test_piped_output_is_plain(call: Call, command: str) -> None:
     options = {"account": [], "filter": []}.get(command, [*QUICK, "--noise-multiplier", 1, "--out", "run"])
     code, out, err = call(command, *options)
@@ -244,6 +250,7 @@ def test_piped_output_is_plain(call: Call, command: str) -> None:
         assert sign not in out + err
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_released(tmp_path: Path) -> None:
     options = ["--model", "linear", "--method", "dpsgd", "--batch-size", "1200", "--max-physical-batch-size", "1500"]
     length = ["--steps", "5000", "--noise-multiplier", "5"]
@@ -256,13 +263,14 @@ def test_ctrl_c_keeps_what_was_released(tmp_path: Path) -> None:
     assert process.returncode == 130
     document = json.loads(out)
     assert document["interrupted"] and 10 <= document["steps"] < 5000
-    assert "Traceback" not in err and "pmlf: interrupted: what was released is in run" in err
+    assert "Traceback" not in err and "pmlf: interrupted: the results so far are in run" in err
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted([*RUN_FILES, "checkpoint.safetensors"])
     certificate = json.loads((tmp_path / "run" / "certificate.json").read_text())
     assert certificate["released_steps"] == document["steps"]
 
 
-def test_sigterm_leaves_a_checkpoint_and_resume_goes_on_with_it(call: Call, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_sigterm_leaves_a_checkpoint_that_resume_continues_from(call: Call, tmp_path: Path) -> None:
     options = ["--model", "linear", "--method", "dpsgd", "--batch-size", "1200", "--max-physical-batch-size", "1500"]
     process = in_process_of_its_own("train", *options, "--steps", "60", "--epsilon", "3", "--out", "run", cwd=tmp_path)
     deadline = time.monotonic() + 60
@@ -270,9 +278,9 @@ def test_sigterm_leaves_a_checkpoint_and_resume_goes_on_with_it(call: Call, tmp_
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 143 and "`pmlf train --resume run` goes on with it" in err
+    assert process.returncode == 143 and "resume with `pmlf train --resume run`" in err
     code, _, err = call("train", "--resume", "run", "--clip-norm", 2)
-    assert code == 2 and "--clip-norm was 1.0 when the run began and is 2.0 now" in err
+    assert code == 2 and "--clip-norm is 2.0, but the run started with 1.0" in err
     code, out, _ = call("train", "--resume", "run", "--json")
     document = json.loads(out)
     assert code == 0 and document["steps"] == 60 and not document["budget_spent"]
@@ -290,6 +298,7 @@ def test_resume_refuses_what_is_no_run(call: Call, tmp_path: Path) -> None:
     assert code == 2 and "both name the run's folder" in err
 
 
+@pytest.mark.slow
 def test_stdout_of_a_process_is_one_json_document(tmp_path: Path) -> None:
     process = in_process_of_its_own("filter", "--json", cwd=tmp_path)
     out, err = process.communicate(timeout=60)
@@ -300,6 +309,7 @@ def test_stdout_of_a_process_is_one_json_document(tmp_path: Path) -> None:
 # --- compare
 
 
+@pytest.mark.slow
 def test_compare_runs_every_method_at_the_same_epsilon(call: Call, tmp_path: Path) -> None:
     code, out, _ = call("compare", *QUICK, "--epsilon", 2, "--out", "all", "--json")
     assert code == 0
@@ -313,7 +323,7 @@ def test_compare_runs_every_method_at_the_same_epsilon(call: Call, tmp_path: Pat
     )
     assert all(sorted(path.name for path in (tmp_path / "all" / name).iterdir()) == RUN_FILES for name in names)
     assert (tmp_path / "all" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
-    assert "inner-outer has a steady gain of 10" in document["note"]
+    assert "inner-outer has a DC gain of 10" in document["note"]
     written = json.loads((tmp_path / "all" / "comparison.json").read_text())
     assert {**written, "plot": document["plot"]} == document
 
@@ -366,7 +376,7 @@ def test_account_without_options_is_train_without_options(call: Call) -> None:
 
 def training_steps(spec: RunSpec) -> int:
     """T as the training itself counts it."""
-    return making._planned_steps(spec.epochs, spec.steps, 12_000, spec.batch_size)
+    return making.planned_steps(spec.epochs, spec.steps, 12_000, spec.batch_size)
 
 
 def test_account_refuses_in_one_line(call: Call) -> None:

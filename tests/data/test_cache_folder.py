@@ -1,4 +1,4 @@
-"""The cache's own folder: nothing of anybody else's is touched, and nobody else learns anything from it."""
+"""The cache's own folder: other files stay untouched, and other users learn nothing from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def open_umask() -> Iterator[None]:
-    """New files are for everybody, unless who makes them says otherwise."""
+    """New files are readable by everyone unless their creator restricts them."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -39,7 +39,7 @@ def make(arrays: Arrays) -> None:
 
 
 def of_the_user(folder: Path) -> Path:
-    """A folder with a text and a folder in it, all of it written long ago."""
+    """A folder with a file and a folder in it, all written long ago."""
     (folder / "papers").mkdir(parents=True)
     for path in (folder / "thesis.txt", folder / "papers" / "first.txt"):
         path.write_text("years of work")
@@ -82,7 +82,7 @@ def test_what_lies_in_a_damaged_entry_is_not_removed(folder: Path) -> None:
     (entry / "contents.json").write_text("{")
     kept = of_the_user(entry / "mine")
     (entry / "link").symlink_to(of_the_user(folder / "elsewhere"))
-    with pytest.raises(ValueError, match="holds what pmlf has not put there: move it away"):
+    with pytest.raises(ValueError, match="holds files that pmlf did not write: move them away"):
         cached("key", make)
     assert is_whole(kept) and is_whole(folder / "elsewhere") and (entry / "link").is_symlink()
 
@@ -99,13 +99,13 @@ def test_what_has_the_name_of_the_caches_folder_and_is_not_is_refused_and_left(k
     if kind == "with a key too short":
         (own / "pmlf-key").write_bytes(b"key")
     before = sorted(str(path) for path in folder.rglob("*"))
-    with pytest.raises(ValueError, match=r"is not a folder that pmlf has made.*: move it away, or set PMLF_CACHE"):
+    with pytest.raises(ValueError, match=r"was not created by pmlf.*: move it away, or set PMLF_CACHE"):
         cached("key", make)
     assert sorted(str(path) for path in folder.rglob("*")) == before and is_whole(elsewhere)
 
 
 @pytest.mark.usefixtures("open_umask")
-def test_what_the_cache_holds_is_for_the_user_alone_from_the_first_moment(folder: Path) -> None:
+def test_only_the_owner_can_read_the_cache_at_any_time(folder: Path) -> None:
     seen: list[tuple[bool, int]] = []
 
     def look(arrays: Arrays) -> None:
@@ -117,9 +117,7 @@ def test_what_the_cache_holds_is_for_the_user_alone_from_the_first_moment(folder
     assert set(seen) == {(True, 0o700), (False, 0o600)}
 
 
-def test_names_tell_nothing_of_the_files_to_those_without_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_say_nothing_about_the_files_without_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "records.csv").write_text("a guess")
     name = digest([tmp_path / "records.csv"])
     entries = []
@@ -142,7 +140,8 @@ cached("key", lambda arrays: arrays.append("numbers", np.arange(3)))
 """
 
 
-def test_those_who_start_at_once_have_one_key(folder: Path) -> None:
+@pytest.mark.slow
+def test_processes_that_start_at_once_share_one_key(folder: Path) -> None:
     source = str(Path(pmlf.__file__).parents[1])
     pipe = subprocess.PIPE
     variables = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
@@ -160,10 +159,10 @@ def test_those_who_start_at_once_have_one_key(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("made", ["pmlf-arrays", "pmlf-arrays/pmlf-key"])
-def test_a_cache_that_others_can_look_into_is_refused(made: str, folder: Path) -> None:
+def test_a_cache_that_others_can_read_is_refused(made: str, folder: Path) -> None:
     cached("key", make)
     (folder / made).chmod(0o755 if (folder / made).is_dir() else 0o644)
-    with pytest.raises(ValueError, match=r"other users can look into the cache .*: remove it by `rm -r .*pmlf-arrays`"):
+    with pytest.raises(ValueError, match=r"other users can read the cache .*: remove it with `rm -r .*pmlf-arrays`"):
         cached("key", make)
 
 
@@ -175,13 +174,13 @@ def test_a_cache_of_another_user_is_refused(folder: Path) -> None:
         cached("key", make)
 
 
-def test_a_cache_folder_in_which_everybody_may_rename_is_refused(folder: Path) -> None:
+def test_a_cache_folder_in_which_everyone_can_rename_is_refused(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(ValueError, match=r"every user can rename what is in the cache folder .*: type `chmod o-w "):
+    with pytest.raises(ValueError, match=r"every user can rename files in the cache folder .*: run `chmod o-w "):
         cached("key", make)
     assert list(folder.iterdir()) == []
-    folder.chmod(0o1777)  # as /tmp is: only the owner renames
+    folder.chmod(0o1777)  # like /tmp: only the owner can rename
     cached("key", make)
 
 

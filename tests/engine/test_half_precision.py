@@ -59,6 +59,7 @@ def test_without_amx_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not half_precision.deadly()
 
 
+@pytest.mark.slow
 def test_a_convolution_under_autocast_agrees_with_float32_or_is_refused() -> None:
     """In a process of its own, with the instructions that torch may use held to those that always run."""
     script = f"""

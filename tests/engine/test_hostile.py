@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import pmlf
-from pmlf import PrivateStep, audit, methods
+from pmlf import PrivateStep, audit, methods, theory
 from pmlf.audit import bounds
-from pmlf.mechanism import accounting, filters, sampling, theory
+from pmlf.mechanism import accounting, filters, sampling
 from pmlf.mechanism.noise import SeededRandomness, Stream, randomness_from
 
 WEIRD: list[Any] = [
@@ -227,8 +227,8 @@ SOUND: dict[str, Sound] = {
     "Stream.words": Sound(Stream(bytes(32)).words, {"count": 4}, ("count",)),
     "Stream.add_gaussian_": Sound(gaussian_noise, {"std": 1.0}, ("std",)),
     "randomness_from": Sound(randomness_from, {"generator": None}, (), (), ("generator",)),
-    "audit.Settings": Sound(
-        audit.Settings,
+    "audit.AuditSettings": Sound(
+        audit.AuditSettings,
         {
             "epsilon": 1.0,
             "delta": 1e-5,

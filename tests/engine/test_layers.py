@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pmlf import PrivateStep
-from pmlf.engine import arithmetic, choice, factors, layers
+from pmlf.engine import arithmetic, layers, strategy
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.capture import capture
+from pmlf.engine.factors import Window
 from pmlf.engine.layers import rule_for
+from pmlf.engine.passes import Pass
 from pmlf.engine.plan import Plan
 from reference import single_gradient
 from zoo import CASES, classify, make
@@ -70,41 +72,27 @@ def _keep_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrivateStep, "release", and_keep)
 
 
-FORMS = {
-    "held-at-once": {"at_once": True, "late": False, "norms": "gram"},
-    "held-late": {"at_once": False, "late": True, "norms": "gram"},
-    "gram": {"at_once": False, "late": False, "norms": "gram"},
-    "root": {"at_once": False, "late": False, "norms": "root"},
-    "formed-and-dropped": {"at_once": False, "late": False, "norms": "dropped"},
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", ["held at once", "held late", "gram", "root", "dropped"])
 @pytest.mark.parametrize("name", ["cnn5", "tied", "convolutions", "unusual", "gpt2"])
-def test_all_memory_forms_give_the_same_sum(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ways_to_norms_and_sums_give_the_same_sum(
+    name: str, way: strategy.Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gradients held from the start or formed late, Gram matrices, gradients formed for their norm and dropped."""
 
-    def released() -> list[Tensor]:
-        model = make(name)
-        step = PrivateStep(model, CASES[name].loss, method="dp-pmlf", noise_multiplier=0.0, expected_batch_size=1.0)
+    def released(chosen: strategy.Strategy) -> list[Tensor]:
+        model, loss = make(name), CASES[name].loss
+        step = PrivateStep(
+            model, loss, method="dp-pmlf", noise_multiplier=0.0, expected_batch_size=1.0, strategy=chosen
+        )
         for _ in range(2):
             step.accumulate(CASES[name].batch(5))
             step.release()
         return [step_gradient(p) for p in step.trained]
 
-    expected = released()
-    chosen = FORMS[form]
-    monkeypatch.setattr(choice, "holds_at_once", lambda use, points: chosen["at_once"])
-    monkeypatch.setattr(choice, "held_late", lambda kept, samples: (list(kept) if chosen["late"] else [], 2))
-
-    def way(uses: Any) -> Any:
-        has_root = all(isinstance(use, factors.Outer) for use in uses)
-        return "gram" if chosen["norms"] == "root" and not has_root else chosen["norms"]
-
-    monkeypatch.setattr(choice, "way_to_norms", way)
+    expected = released(strategy.Cheapest())
     monkeypatch.setattr(arithmetic, "CHUNK_BYTES", 1)  # one sample at a time
     monkeypatch.setattr(arithmetic, "_LARGEST_BLOCK", 1)
-    for ours, reference in zip(released(), expected, strict=True):
+    for ours, reference in zip(released(strategy.Fixed(way)), expected, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
 
 
@@ -155,7 +143,7 @@ def test_products_of_patches_are_sums_of_shifted_products_of_pixels(
         patches = patches.unfold(axis, taps, 1)
     tokens = math.prod(size - taps + 1 for size, taps in zip(space, kernel, strict=True))
     rows = patches.reshape(2, 1, tokens, -1)
-    found = factors.Window(space=space, kernel=kernel).patch_products(flat @ flat.mT)
+    found = Window(space=space, kernel=kernel).patch_products(flat @ flat.mT)
     torch.testing.assert_close(found, rows @ rows.mT)
 
 
@@ -194,7 +182,7 @@ def test_group_norm_gives_each_sample_its_own_gradient_by_the_statistics_of_the_
         result: Tensor = model(batch[0])
         return result
 
-    found = dict(capture(Anatomy(model), Plan.of(model), values, loss, (x,), shape[0], 1.0))
+    found = dict(capture(Pass(Anatomy(model), Plan.of(model), loss, values, (x,), shape[0])))
     for sample in range(shape[0]):
         expected = single_gradient(copy.deepcopy(model).double(), loss, (x[sample : sample + 1].double(),))
         for name, one in zip(values, expected, strict=True):

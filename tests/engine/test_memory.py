@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def measured() -> dict[str, float]:
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
@@ -16,6 +18,7 @@ def measured() -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_a_private_step_at_roberta_base_size_peaks_under_two_and_a_half_times_a_plain_one() -> None:
     first = measured()
     assert first["plain"] > 1e9  # 125 million parameters and their gradients, in float32

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pmlf.engine import choice
+from pmlf.engine import strategy
 from pmlf.engine.factors import Outer
 from pmlf.engine.norms import factored_norms
 from pmlf.engine.roots import Roots, rooted_norms
@@ -112,7 +112,7 @@ def test_layers_with_the_same_input_share_its_root_and_others_do_not() -> None:
 def test_a_root_is_the_way_for_long_layers_and_not_for_small_ones() -> None:
     def way(rows: int, cols: int, tokens: int, points: int) -> str:
         meta = [torch.empty(2, tokens, size) for size in (rows, cols)]
-        return choice.way_to_norms([outer(*meta)] * points)
+        return strategy.way_to_norms([outer(*meta)] * points)
 
     assert way(3072, 768, 64, 1) == way(768, 3072, 64, 2) == "root"
     assert way(256, 256, 1, 2) == "gram"  # a multilayer perceptron at two points
@@ -121,16 +121,14 @@ def test_a_root_is_the_way_for_long_layers_and_not_for_small_ones() -> None:
 
 def test_a_root_needs_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     uses = random_uses(24, 24, (6,))
-    monkeypatch.setattr(choice, "wide_dtype", lambda tensor: torch.float32)  # as on MPS
-    assert choice.root_cost(uses) == math.inf
+    monkeypatch.setattr(strategy, "wide_dtype", lambda tensor: torch.float32)  # as on MPS
+    assert strategy.root_cost(uses) == math.inf
 
 
-def test_the_way_by_a_root_has_the_slack_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_by_a_root_has_the_slack_of_the_others() -> None:
     torch.manual_seed(0)
-    uses, found = random_uses(24, 40, (6, 6)), {}
-    for way in ("gram", "root", "dropped"):
-        monkeypatch.setattr(choice, "way_to_norms", lambda uses, way=way: way)
-        found[way] = factored_norms(uses, Roots())
+    uses = random_uses(24, 40, (6, 6))
+    found = {way: factored_norms(uses, Roots(), way) for way in ("gram", "root", "dropped")}
     for way in ("root", "dropped"):
         for ours, reference in zip(found[way], found["gram"], strict=True):
             torch.testing.assert_close(ours, reference, rtol=1e-5, atol=0.0)

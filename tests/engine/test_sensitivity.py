@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from pmlf import PrivateStep, methods
-from pmlf.basics.batches import select
-from pmlf.engine import choice, gradients
+from pmlf.basics.batches import select, without
 from pmlf.engine.anatomy import Anatomy
-from pmlf.engine.momentum import SampleMomentum
+from pmlf.engine.clipper import Clipper
+from pmlf.engine.passes import Pass
+from pmlf.engine.plan import Plan
+from pmlf.engine.strategy import Cheapest, Fixed, Strategy, Way
 from zoo import CASES, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
@@ -23,18 +25,25 @@ def release(step: PrivateStep, batch: Any) -> Tensor:
     """The sum before noise, filter and mean, as one vector (noise 0, B = 1)."""
     if batch is not None:
         step.accumulate(batch)
-    pending = step._pending
-    assert pending is not None and pending.sums is not None
-    total = torch.cat([value.flatten().double() for value in pending.sums.values()])
+    summed = step.sensitive_sum()
+    assert summed is not None
+    total = torch.cat([value.flatten().double() for value in summed.values.values()])
     step.discard()
     return total
 
 
-def moved_steps(model: nn.Module, loss_fn: Any, batch: Any, method: methods.Method, clipping: str) -> PrivateStep:
+def moved_steps(
+    model: nn.Module,
+    loss_fn: Any,
+    batch: Any,
+    method: methods.Method,
+    clipping: str,
+    strategy: Strategy | None = None,
+) -> PrivateStep:
     """A step with a full history of iterates that differ."""
     step = PrivateStep(
         model, loss_fn, method=method, clip_norm=1.0, noise_multiplier=0.0, expected_batch_size=1.0,
-        clipping=clipping,  # type: ignore[arg-type]
+        clipping=clipping, strategy=strategy,  # type: ignore[arg-type]
     )  # fmt: skip
     for _ in range(method.points.depth):
         step.release()
@@ -53,11 +62,7 @@ def largest_move(step: PrivateStep, batch: Any, size: int) -> float:
         for part in others:
             if len(part[0]) if isinstance(part, tuple) else len(next(iter(part.values()))):
                 step.accumulate(part)
-        pending = step._pending
-        assert pending is not None and pending.sums is not None
-        rest = torch.cat([value.flatten().double() for value in pending.sums.values()])
-        step.discard()
-        moves.append(float((whole - rest).norm()))
+        moves.append(float((whole - release(step, None)).norm()))
     return max(moves)
 
 
@@ -125,20 +130,18 @@ def linear_loss(model: Any, batch: Any) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("way", ["held", "gram", "root"])
+@pytest.mark.parametrize("way", ["held late", "gram", "root"])
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("left_over", [0.0, 1e-6, 1e-3, 1e-1])
 @pytest.mark.parametrize("size", [1.0, 1e6])
 @pytest.mark.parametrize("method", ["dpsgd", "inner-outer-k8"])
 def test_cancelling_tokens_move_the_sum_by_at_most_the_clip_norm(
-    method: str, size: float, left_over: float, constant: bool, way: str, monkeypatch: pytest.MonkeyPatch
+    method: str, size: float, left_over: float, constant: bool, way: Way
 ) -> None:
-    monkeypatch.setattr(choice, "held_late", lambda kept, samples: (list(kept) if way == "held" else [], samples))
-    monkeypatch.setattr(choice, "way_to_norms", lambda uses: way)
     torch.manual_seed(1)
     model = Tokens(nn.Linear(96, 64, bias=False))
     batch = cancelling(3, 8, 96, 64, size, left_over, constant)
-    step = moved_steps(model, linear_loss, batch, WIDE[method], "flat")
+    step = moved_steps(model, linear_loss, batch, WIDE[method], "flat", Fixed(way, slice_size=3))
     assert largest_move(step, batch, 2) <= 1.0 + TOLERANCE
 
 
@@ -158,75 +161,81 @@ def test_cancelling_tokens_of_embedding_and_convolution_stay_within_the_clip_nor
 # Deliberately broken variants: the tests above must be able to fail.
 
 
-def test_clipping_each_point_with_unit_weights_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clipping_each_point_with_unit_weights_breaks_the_bound() -> None:
     """The public reference code's way: clip at every point, then add. A sample moves the sum by up to k*C."""
-
-    def clip_per_point(
-        self: PrivateStep, anatomy: Anatomy, batch: Any, part: slice, samples: Any, place: Any, rows: Any
-    ) -> Any:
-        class PerPoint:
-            def write_clipped_sum(_, clip_norm: float, clipping: Any, before: Any, into: Any) -> None:
-                for value in into.values():
-                    value.zero_()
-                for point in self.method.points.at(self._releases):
-                    values = dict(zip(self._plan.parameters, self._history.evaluate(point, self.trained), strict=True))
-                    one = SampleMomentum(self._plan, part.stop - part.start, 1, gradients.Workspace())
-                    one.add_point(anatomy, values, self.loss_fn, batch, 1.0, rows)
-                    one.write_clipped_sum(clip_norm, clipping, into, into)
-
-        return PerPoint()
-
     torch.manual_seed(0)
     case, model = CASES["vit"], make("vit")
-    batch = case.batch(4)
-    step = moved_steps(model, lambda m, b: 1e3 * case.loss(m, b), batch, methods.dp_pmlf(k=2), "flat")
-    assert largest_move(step, batch, 4) <= 1.0 + TOLERANCE
-    monkeypatch.setattr(PrivateStep, "_momentum", clip_per_point)
-    assert largest_move(step, batch, 4) > 1.5
+    batch, plan, iterates = case.batch(4), Plan.of(model), []
+    for _ in range(2):
+        iterates.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+
+    def summed(some: Any, groups: list[list[tuple[int, float]]]) -> Tensor:
+        """Every group of (iterate, weight) is clipped by itself."""
+        clipper, total = Clipper(plan.parameters, clip_norm=1.0), None
+        for group in groups:
+            momentum = clipper.momentum(len(some[0]), len(group))
+            for iterate, weight in group:
+                loss = lambda m, b: 1e3 * case.loss(m, b)  # noqa: E731
+                momentum.add_pass(Pass(Anatomy(model), plan, loss, iterates[iterate], some, len(some[0]), weight))
+            total, _ = clipper.add([momentum], total, iterates[0])
+        assert total is not None
+        return torch.cat([value.double().flatten() for value in total.values.values()])
+
+    def moved(groups: list[list[tuple[int, float]]]) -> float:
+        whole = summed(batch, groups)
+        return max(float((whole - summed(without(batch, i), groups)).norm()) for i in range(4))
+
+    assert moved([[(0, 1 / 1.1), (1, 0.1 / 1.1)]]) <= 1.0 + TOLERANCE
+    assert moved([[(0, 1.0)], [(1, 1.0)]]) > 1.5
 
 
-def test_a_float32_gram_norm_without_a_rounding_bound_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plain_gram(uses: Any, roots: Any) -> tuple[Tensor, Tensor]:
+class PlainGram(Cheapest):
+    """Norms by a float32 Gram matrix, without a bound on its rounding."""
+
+    def norms(self, uses: Any, roots: Any) -> tuple[Tensor, Tensor]:
         left = torch.cat([use.left for use in uses], 1)
         right = torch.cat([use.right for use in uses], 1)
         squared = ((left @ left.mT) * (right @ right.mT)).sum((1, 2)).clamp(min=0.0)
         return squared, torch.zeros_like(squared)
 
-    torch.manual_seed(1)
-    model = Tokens(nn.Linear(96, 64, bias=False))
-    batch = cancelling(3, 8, 96, 64, 1e6, 1e-4, False)
-    step = moved_steps(model, linear_loss, batch, methods.dpsgd(), "flat")
-    assert largest_move(step, batch, 2) <= 1.0 + TOLERANCE
-    monkeypatch.setattr(gradients, "factored_norms", plain_gram)
-    assert largest_move(step, batch, 2) > 1.0 + 10 * TOLERANCE
 
+class NoSlack(Cheapest):
+    """Norms of samples whose tokens cancel to nothing, exact, without slack for the rounding of their sum."""
 
-def test_exact_norms_without_slack_for_the_rounding_of_the_sum_break_the_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A sample whose tokens cancel to nothing has norm 0; its float32 sum is rounding error, larger than C."""
-
-    def exact(uses: Any, roots: Any) -> tuple[Tensor, Tensor]:
+    def norms(self, uses: Any, roots: Any) -> tuple[Tensor, Tensor]:
         zero = torch.zeros(uses[0].samples, dtype=torch.float64)
         return zero, zero
 
+
+@pytest.mark.parametrize(
+    ("broken", "method", "size", "left_over"),
+    [(PlainGram, methods.dpsgd(), 1e6, 1e-4), (NoSlack, methods.dp_pmlf(k=2), 1e9, 0.0)],
+)
+def test_norms_that_understate_break_the_bound(broken: Any, method: Any, size: float, left_over: float) -> None:
     torch.manual_seed(1)
     model = Tokens(nn.Linear(96, 64, bias=False))
-    batch = cancelling(3, 8, 96, 64, 1e9, 0.0, False)
-    step = moved_steps(model, linear_loss, batch, methods.dp_pmlf(k=2), "flat")
+    batch = cancelling(3, 8, 96, 64, size, left_over, False)
+    step = moved_steps(model, linear_loss, batch, method, "flat")
     assert largest_move(step, batch, 2) <= 1.0 + TOLERANCE
-    monkeypatch.setattr(gradients, "factored_norms", exact)
+    step = moved_steps(model, linear_loss, batch, method, "flat", broken())
     assert largest_move(step, batch, 2) > 1.0 + 10 * TOLERANCE
+
+
+class EveryOther(Cheapest):
+    """Every other parameter formed late, two samples at a time, the rest as factors."""
+
+    def held_late(self, kept: Any, samples: int) -> tuple[list[str], int]:
+        return list(kept)[::2], 2
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["cnn5", "tied", "convolutions", "unusual", "vit", "bag"])
 @pytest.mark.parametrize("sliced", [False, True])
-def test_a_sample_that_is_not_finite_adds_exactly_zero(
-    name: str, bad: float, sliced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if sliced:  # two samples at a time, some of the parameters as factors: the sample is neither first nor last
-        monkeypatch.setattr(choice, "held_late", lambda kept, samples: (list(kept)[::2], 2))
+def test_a_sample_that_is_not_finite_adds_exactly_zero(name: str, bad: float, sliced: bool) -> None:
+    strategy = EveryOther() if sliced else None  # the sample is neither first nor last in its slice
     case, size = CASES[name], 5
     batch = case.batch(size)
     poison = torch.zeros(size)
@@ -237,7 +246,7 @@ def test_a_sample_that_is_not_finite_adds_exactly_zero(
         return case.loss(model, inner) * (1.0 + extra)
 
     torch.manual_seed(0)
-    step = moved_steps(make(name), poisoned, batch, methods.dp_pmlf(k=2), "flat")
+    step = moved_steps(make(name), poisoned, batch, methods.dp_pmlf(k=2), "flat", strategy)
     kept = torch.tensor([0, 1, 3, 4])
     inner = {k: v[kept] for k, v in batch.items()} if isinstance(batch, dict) else tuple(v[kept] for v in batch)
     expected = release(step, (inner, torch.zeros(4)))

@@ -1,19 +1,23 @@
-"""The ledger: what is in it was counted before it was spent, and whatever happens to the file it never says less."""
+"""The ledger: events are on the disk before their release, and no damage to the file makes it count less."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import resource
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from filelock import lock_descriptor
 
 from pmlf.evidence import ledger
 from pmlf.evidence.ledger import Ledger, Position
+from pmlf.evidence.ledger_format import header, line, session_text
 from pmlf.evidence.tally import Session
 
 FRESH = Session(
@@ -68,7 +72,7 @@ def test_an_event_is_on_the_disk_when_spend_returns(tmp_path: Path, monkeypatch:
         synced.append(os.pread(descriptor, 1 << 20, 0))
 
     with Ledger(tmp_path / "l", dataset="patients", run="fresh") as book:
-        monkeypatch.setattr(ledger.os, "fsync", note)
+        monkeypatch.setattr(os, "fsync", note)
         for step in range(3):
             book.spend(FRESH, step=step)
             assert synced[-1] == (tmp_path / "l").read_bytes() and b'{"step": %d}' % step in synced[-1]
@@ -115,7 +119,44 @@ def test_only_one_run_writes_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="closed"):
         book.spend(FRESH, step=0)
     with (tmp_path / "l").open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert lock_descriptor(file.fileno(), blocking=False)
+
+
+_HOLD = """
+import sys, time
+from pmlf.evidence.ledger import Ledger
+with Ledger(sys.argv[1], dataset="patients"):
+    print("open", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_the_lock_holds_between_processes_and_ends_with_a_killed_one(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", _HOLD, tmp_path / "l"], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "open\n"
+        with pytest.raises(ValueError, match="is in use by another run"):
+            Ledger(tmp_path / "l", dataset="patients")
+        with pytest.raises(ValueError, match="is in use by another run"):
+            ledger.refuse_in_use(tmp_path / "l")
+        holder.send_signal(signal.SIGKILL)
+    ledger.refuse_in_use(tmp_path / "l")
+    assert total(written(tmp_path / "l", (FRESH, [0]))) == 1
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(descriptor: int, *, blocking: bool) -> bool:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(ledger, "lock_descriptor", unsupported)
+    with pytest.raises(OSError, match=r"cannot be locked \(Function not implemented\): give a path"):
+        Ledger(tmp_path / "l", dataset="patients")
+
+
+def test_the_ledger_needs_nothing_of_os_that_windows_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pread", "pwrite", "O_CLOEXEC", "fchmod", "fork"):
+        monkeypatch.delattr(os, name)
+    assert total(written(tmp_path / "l", (FRESH, [0, 1]), (SEEDED, [0]))) == 3
 
 
 def test_another_dataset_s_ledger_is_refused(tmp_path: Path) -> None:
@@ -128,7 +169,7 @@ def test_another_dataset_s_ledger_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "letter").read_text() == "Dear Sir\n"
 
 
-def test_a_ledger_that_is_shorter_or_another_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_shorter_or_another_ledger_is_refused(tmp_path: Path) -> None:
     with Ledger(written(tmp_path / "l", (FRESH, [0, 1])), dataset="patients") as book:
         there = book.position
         book.require(there)
@@ -151,7 +192,7 @@ def test_a_full_disk_releases_nothing_and_loses_nothing(tmp_path: Path) -> None:
                 book.spend(FRESH, step=2)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        with pytest.raises(RuntimeError, match="open it again"):  # nobody knows what is in the file now
+        with pytest.raises(RuntimeError, match="open it again"):  # the content of the file is unknown now
             book.spend(FRESH, step=2)
     assert total(path) == 3
     assert total(written(path, (FRESH, [2]))) == 4
@@ -181,21 +222,22 @@ def test_two_events_that_have_run_into_one_line_are_not_counted_as_one(tmp_path:
             ledger.read(path)
 
 
+@pytest.mark.slow
 def test_a_thousand_mutations_never_make_it_say_less(tmp_path: Path) -> None:
     other = replace(SEEDED, noise_multiplier=0.7, sample_rate=0.3)
     path = written(tmp_path / "l", (FRESH, [0, 1, 2]), (other, [0, 1]), (FRESH, [3, 4]))
     content, events = path.read_bytes(), ledger.read(path).events
-    chance = random.Random(0)
+    rng = random.Random(0)
     refused = 0
     for _ in range(1000):
         mutated = bytearray(content)
-        for _ in range(chance.choice([1, 1, 1, 3])):
-            where = chance.randrange(len(mutated))
-            match chance.randrange(3):
+        for _ in range(rng.choice([1, 1, 1, 3])):
+            where = rng.randrange(len(mutated))
+            match rng.randrange(3):
                 case 0:
-                    mutated[where] ^= 1 << chance.randrange(8)
+                    mutated[where] ^= 1 << rng.randrange(8)
                 case 1:
-                    mutated[where:where] = bytes([chance.randrange(256)])
+                    mutated[where:where] = bytes([rng.randrange(256)])
                 case _:
                     del mutated[where]
         path.write_bytes(mutated)
@@ -211,10 +253,10 @@ def test_a_thousand_mutations_never_make_it_say_less(tmp_path: Path) -> None:
 
 def test_a_line_with_a_right_digest_and_wrong_numbers_is_refused(tmp_path: Path) -> None:
     def forged(text: str) -> bytes:
-        header = ledger._line(ledger._header("patients"), "")
-        return header + ledger._line(text, header.decode().split()[-1])
+        first = line(header("patients"), "")
+        return first + line(text, first.decode().split()[-1])
 
-    good = ledger.json.dumps(asdict(FRESH))
+    good = session_text(FRESH)
     (tmp_path / "l").write_bytes(forged(good))
     assert total(tmp_path / "l") == 0
     for wrong in (
@@ -308,7 +350,7 @@ def test_a_ledger_deleted_replaced_or_changed_in_mid_run_is_refused(
         book.spend(FRESH, step=0)
         replace_it(place)
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"moved or replaced|changed by somebody else|open it again"):
+            with pytest.raises(RuntimeError, match=r"moved or replaced|changed by another program|open it again"):
                 book.spend(FRESH, step=1)
 
 
@@ -319,12 +361,12 @@ def test_a_ledger_replaced_while_an_event_is_written_is_refused(
     with Ledger(place, dataset="patients", run="fresh") as book:
         book.spend(FRESH, step=0)
         fsync = os.fsync
-        monkeypatch.setattr(ledger.os, "fsync", lambda descriptor: (fsync(descriptor), replace_it(place)))
-        with pytest.raises(RuntimeError, match=r"deleted, moved or replaced|changed by somebody else"):
+        monkeypatch.setattr(os, "fsync", lambda descriptor: (fsync(descriptor), replace_it(place)))
+        with pytest.raises(RuntimeError, match=r"deleted, moved or replaced|changed by another program"):
             book.spend(FRESH, step=1)
 
 
-def test_a_ledger_put_back_in_its_place_is_gone_on_with(place: Path) -> None:
+def test_a_ledger_put_back_in_its_place_can_be_used_again(place: Path) -> None:
     with Ledger(place, dataset="patients", run="fresh") as book:
         book.spend(FRESH, step=0)
         place.rename(place.with_name("moved"))

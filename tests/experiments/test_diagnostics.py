@@ -1,4 +1,4 @@
-"""Diagnostics: what is measured on a run, against values known without it, and that nobody gets them unasked."""
+"""Diagnostics: measurements against known values, and that they are made only on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from pmlf import data, methods, models
-from pmlf.cli import main as cli
+from pmlf.cli.main import main
 from pmlf.experiments import diagnostics, runner
 from pmlf.experiments.diagnostics import Probe
 from pmlf.experiments.spec import MethodOptions, RunSpec
@@ -34,20 +34,20 @@ def document(folder: Path) -> dict[str, dict[str, float]]:
     return json.loads((folder / "diagnostics.json").read_text())
 
 
-def test_what_shows_them_is_for_the_user_alone(measured: Path, tmp_path: Path) -> None:
+def test_only_the_owner_can_read_files_that_show_them(measured: Path, tmp_path: Path) -> None:
     page, markdown = tmp_path / "page.html", tmp_path / "page.md"
     page.touch(0o644)
     arguments = ["report", str(measured), "--out", str(page), "--markdown", str(markdown)]
     before = os.umask(0)
     try:
-        assert cli.main(arguments) == 0
+        assert main(arguments) == 0
     finally:
         os.umask(before)
     for path in (measured / "diagnostics.json", page, markdown):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     page.unlink()
     page.symlink_to(tmp_path / "elsewhere")
-    assert cli.main(arguments) == 2 and not (tmp_path / "elsewhere").exists()
+    assert main(arguments) == 2 and not (tmp_path / "elsewhere").exists()
 
 
 def test_the_run_is_the_same_with_them_and_the_certificate_names_them(measured: Path, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_run_is_the_same_with_them_and_the_certificate_names_them(measured: 
     assert "sensitive" in str(document(measured)["note"])
 
 
-def test_white_noise_is_filtered_as_theory_has_it(measured: Path) -> None:
+def test_white_noise_is_filtered_as_the_theory_predicts(measured: Path) -> None:
     gain = document(measured)["noise_gain"]
     assert gain["theory"] == pytest.approx(0.1**2 / (1 - 0.9**2))
     assert gain["measured"] == pytest.approx(gain["theory"], rel=0.15)
@@ -75,9 +75,9 @@ def test_white_noise_is_filtered_as_theory_has_it(measured: Path) -> None:
 
 
 def test_the_measured_gradient_is_that_of_plain_autograd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the first step: mean gradient, clipped mean and share clipped of the probed records, one at a time."""
+    """First step: mean gradient, clipped mean and fraction clipped, computed one record at a time."""
     seen: list[Probe] = []
-    monkeypatch.setattr(Probe, "look", lambda probe, look=Probe.look: (look(probe), seen.append(probe))[0])
+    monkeypatch.setattr(Probe, "measure", lambda probe, measure=Probe.measure: (measure(probe), seen.append(probe))[0])
     runner.run(replace(SPEC, steps=2, batch_size=20, model="linear"), tmp_path / "run", diagnostics=True)
     probe = seen[0]
     images = data.load().train
@@ -96,8 +96,8 @@ def test_the_measured_gradient_is_that_of_plain_autograd(tmp_path: Path, monkeyp
     assert probe._squares[0][0] == pytest.approx(float(norms.square().mean()), rel=1e-4)
 
 
-def test_momentum_over_equal_iterates_reduces_no_variance_and_over_none_is_no_momentum(tmp_path: Path) -> None:
-    """With a step size of almost nothing all iterates are one: Assumption 5 fails, and the measurement says 1."""
+def test_momentum_over_equal_iterates_reduces_no_variance(tmp_path: Path) -> None:
+    """With a tiny step size all iterates are equal: Assumption 5 fails, and the measured reduction is 1."""
     still = replace(SPEC, lr=1e-9, steps=6, options=MethodOptions(k=3, beta=1.0))
     runner.run(still, tmp_path / "still", diagnostics=True)
     found = document(tmp_path / "still")
@@ -111,8 +111,8 @@ def test_momentum_over_equal_iterates_reduces_no_variance_and_over_none_is_no_mo
 
 def test_sketches_keep_inner_products_and_are_linear() -> None:
     sketch = diagnostics._Sketch(100_000)
-    chance = torch.Generator().manual_seed(3)
-    x, y = (torch.randn(100_000, generator=chance) for _ in range(2))
+    generator = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(100_000, generator=generator) for _ in range(2))
     y = x + 0.3 * y
     first, second = sketch.of([x]), sketch.of([y[:40_000], y[40_000:]])
     assert len(first) == diagnostics.SKETCH and not sketch.exact
@@ -141,13 +141,13 @@ def test_what_cannot_be_measured_is_refused(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = ["--model", "linear", "--records", "50", "--batch-size", "10", "--steps", "2", "--noise-multiplier", "1"]
-    assert cli.main(["train", "--diagnostics", *few, *arguments, "--out", str(tmp_path / "run")]) == 2
+    assert main(["train", "--diagnostics", *few, *arguments, "--out", str(tmp_path / "run")]) == 2
     printed = capsys.readouterr().err
     assert message in printed and "not covered by epsilon" in printed
     assert not (tmp_path / "run").exists()
 
 
-def test_the_report_has_theory_beside_measurement(measured: Path) -> None:
+def test_the_report_shows_theory_and_measurement(measured: Path) -> None:
     made = page.render([], [document(measured)])
     assert "Autocorrelation of the gradient" in made and "0.0526" in made and "1.198" in made
     assert "Γ_DP" in made

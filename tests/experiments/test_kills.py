@@ -1,4 +1,4 @@
-"""Runs, and the runner of many, killed wherever they are: by scripts of benchmarks/, which have the long form."""
+"""Killed runs, and a killed `pmlf reproduce`, by short forms of scripts in benchmarks/."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import pmlf
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-MOMENTS = 9
+KILLS = 9
 
 
-def told(script: str, *options: str) -> dict[str, Any]:
-    """What a script of benchmarks/ prints."""
+def output_of(script: str, *options: str) -> dict[str, Any]:
+    """The JSON document that a script of benchmarks/ prints."""
     environment = {**os.environ, "PYTHONPATH": str(Path(pmlf.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(BENCHMARKS / script), *options]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -25,19 +27,21 @@ def told(script: str, *options: str) -> dict[str, Any]:
     return document
 
 
-def test_a_runner_that_is_killed_and_started_again_ends_with_the_same_results() -> None:
-    report = told("runner_kills.py", "--artifact", "figure-6", "--kills", "2")
+@pytest.mark.slow
+def test_a_reproduction_that_is_killed_and_restarted_ends_with_the_same_results() -> None:
+    report = output_of("runner_kills.py", "--artifact", "figure-6", "--kills", "2")
     assert report["same_results"] and len(report["runs_whole_at_each_kill"]) == 2
-    assert report["runs_whole_at_each_kill"][-1] < report["runs"]  # there was something left to kill
+    assert report["runs_whole_at_each_kill"][-1] < report["runs"]  # there was something left to do
 
 
-def test_killed_runs_keep_their_promises() -> None:
-    report = told("kills.py", "--kills", str(MOMENTS))
+@pytest.mark.slow
+def test_killed_runs_keep_their_guarantees() -> None:
+    report = output_of("kills.py", "--kills", str(KILLS))
     seeded, fresh = report["seeded"], report["unseeded"]
-    assert len(seeded["kills"]) == len(fresh["kills"]) == MOMENTS
+    assert len(seeded["kills"]) == len(fresh["kills"]) == KILLS
     assert seeded["same_bits"]
     assert seeded["steps_of_the_model"] == seeded["events_in_the_ledger"] == seeded["steps_planned"]
-    assert seeded["gradients_released"] > seeded["steps_planned"]  # some were released again, and counted once
+    assert seeded["gradients_released"] > seeded["steps_planned"]  # some were repeated, and counted once
     assert fresh["least_events_beyond_released"] >= 0
     assert fresh["steps_of_the_model"] < fresh["gradients_released"] <= fresh["events_in_the_ledger"]
     assert fresh["epsilon"] <= report["target_epsilon"]

@@ -1,4 +1,4 @@
-"""Runs that are cut off and go on: the same bits with a seed, every event counted without, changes refused."""
+"""Resumed runs: the same bits with a seed, every event counted without one, changed settings refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pmlf.cli.display import run_summary
 from pmlf.evidence import ledger
 from pmlf.experiments import runner, tasks
 from pmlf.experiments.folder import RunFolder
-from pmlf.experiments.results import Unobserved
+from pmlf.experiments.results import SilentObserver
 from pmlf.experiments.spec import MethodOptions, RunSpec
 from pmlf.mechanism import accounting, noise
 from pmlf.run.making import PrivateRun
@@ -43,10 +43,10 @@ BUDGETED = replace(SPEC, noise_multiplier=None, epsilon=2.0, seed=None)
 
 
 class CutOff(BaseException):
-    """Ends a run as a power cut would: nothing is tidied up."""
+    """Ends a run as a power cut does: nothing is cleaned up."""
 
 
-class StopAfter(Unobserved):
+class StopAfter(SilentObserver):
     def __init__(self, step: int, error: BaseException) -> None:
         self._step, self._error = step, error
 
@@ -55,9 +55,9 @@ class StopAfter(Unobserved):
             raise self._error
 
 
-class Refuse(Unobserved):
+class Refuse(SilentObserver):
     def started(self, spec: RunSpec, steps: int) -> None:
-        raise AssertionError("nothing is to be trained")
+        raise AssertionError("nothing should be trained")
 
 
 def cut_off(spec: RunSpec, out: Path, *, after: int, checkpoint_every: int = 2, shared: Path | None = None) -> None:
@@ -87,18 +87,19 @@ def certificate(out: Path) -> dict[str, object]:
     return document
 
 
-def test_a_seeded_run_cut_off_again_and_again_ends_in_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_seeded_run_killed_several_times_ends_with_the_same_bits(tmp_path: Path) -> None:
     whole = runner.run(SPEC, tmp_path / "whole")
     for after in (1, 3, 3, 5):  # the second and the third time in the same place
         cut_off(SPEC, tmp_path / "cut", after=after)
     pieces = runner.run(SPEC, tmp_path / "cut", resume=True)
     assert same(tmp_path / "whole", tmp_path / "cut")
     assert pieces.evaluations == whole.evaluations and pieces.epsilon == whole.epsilon
-    assert events(tmp_path / "cut") == 6  # what was done again was the same event
+    assert events(tmp_path / "cut") == 6  # a repeated step is the same event
     assert certificate(tmp_path / "cut")["reproducible_noise"]
 
 
-def test_an_interrupted_run_goes_on_and_spends_nothing_twice(tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_and_spends_nothing_twice(tmp_path: Path) -> None:
     interrupted = runner.run(BUDGETED, tmp_path / "run", observer=StopAfter(4, KeyboardInterrupt()))
     assert interrupted.interrupted and events(tmp_path / "run") == 4
     result = runner.run(BUDGETED, tmp_path / "run", resume=True)
@@ -106,7 +107,7 @@ def test_an_interrupted_run_goes_on_and_spends_nothing_twice(tmp_path: Path) -> 
     assert events(tmp_path / "run") == 6 and result.epsilon <= 2.0
 
 
-def test_a_run_goes_on_where_its_folder_was_moved_to(tmp_path: Path) -> None:
+def test_a_run_resumes_after_its_folder_was_moved(tmp_path: Path) -> None:
     runner.run(SPEC, tmp_path / "whole")
     cut_off(SPEC, tmp_path / "begun", after=4)
     (tmp_path / "begun").rename(tmp_path / "moved")
@@ -143,12 +144,12 @@ def test_resume_starts_what_is_new_and_returns_what_is_finished(tmp_path: Path) 
     first = runner.run(SPEC, tmp_path / "run", resume=True)
     again = runner.run(SPEC, tmp_path / "run", resume=True, observer=Refuse())
     assert replace(again, seconds=0) == replace(first, seconds=0)
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         runner.run(SPEC, tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
 
 
-def test_a_run_cut_off_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
     (out / "spec.json").write_text(SPEC.resolved(12_000).to_json())
@@ -157,10 +158,10 @@ def test_a_run_cut_off_before_its_first_checkpoint_begins_anew(tmp_path: Path) -
     assert runner.run(SPEC, out, resume=True).steps == 6
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("precious")
-    with pytest.raises(ValueError, match="holds neither a finished run nor a checkpoint"):
+    with pytest.raises(ValueError, match="holds neither a complete run nor a checkpoint"):
         runner.run(SPEC, tmp_path / "other", resume=True)
     (tmp_path / "other" / "thesis.tex").rename(tmp_path / "other" / ".thesis.tex")
-    with pytest.raises(ValueError, match="holds neither a finished run nor a checkpoint"):
+    with pytest.raises(ValueError, match="holds neither a complete run nor a checkpoint"):
         runner.run(SPEC, tmp_path / "other", resume=True)
     assert (tmp_path / "other" / ".thesis.tex").read_text() == "precious"
 
@@ -168,12 +169,11 @@ def test_a_run_cut_off_before_its_first_checkpoint_begins_anew(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"lr": 0.5}, "--lr was 0.01"),
-        ({"seed": 1}, "--seed was 0"),
-        ({"batch_size": 30}, "--batch-size was 20"),
-        ({"max_physical_batch_size": 8}, "--max-physical-batch-size was 256"),
-        ({"options": MethodOptions(k=2)}, "--k was 3"),
-        ({"noise_multiplier": 2.0}, "--noise-multiplier was 1.0"),
+        ({"lr": 0.5}, "`lr` is 0.5, but the run started with 0.01"),
+        ({"seed": 1}, "`seed` is 1, but the run started with 0"),
+        ({"max_physical_batch_size": 8}, "`max_physical_batch_size` is 8, but the run started with 256"),
+        ({"options": MethodOptions(k=2)}, "`k` is 2, but the run started with 3"),
+        ({"noise_multiplier": 2.0}, "`noise_multiplier` is 2.0, but the run started with 1.0"),
         ({"steps": 12}, "no target epsilon"),
     ],
 )
@@ -215,13 +215,17 @@ def test_a_checkpoint_of_another_version_is_refused_in_one_sentence(tmp_path: Pa
     assert runner.run(SPEC, tmp_path / "run", resume=True).steps == 6
 
 
-def test_changed_records_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_records_are_refused(tmp_path: Path) -> None:
     cut_off(SPEC, tmp_path / "run", after=1)
-    changed = data.load()
-    changed.train.images[7, 0, 3, 3] += 1
-    monkeypatch.setattr(tasks, "_load_images", lambda *_: changed)
-    with pytest.raises(ValueError, match="the training records are not those that the run began with"):
-        runner.run(SPEC, tmp_path / "run", resume=True)
+    records = tasks.prepare(SPEC).train  # in memory, shared with later runs
+    assert isinstance(records, data.ImageDataset)
+    records.images[7, 0, 3, 3] += 1
+    try:
+        with pytest.raises(ValueError, match="the training records, or their order, have changed"):
+            runner.run(SPEC, tmp_path / "run", resume=True)
+    finally:
+        records.images[7, 0, 3, 3] -= 1
+    assert runner.run(SPEC, tmp_path / "run", resume=True).steps == 6
 
 
 def test_the_digest_of_the_records_stays_in_the_checkpoint(tmp_path: Path) -> None:
@@ -237,17 +241,18 @@ def test_a_ledger_that_lost_events_or_is_another_s_is_refused(tmp_path: Path) ->
     path = tmp_path / "run" / "ledger.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:3]))
-    with pytest.raises(ValueError, match="has 3 lines where the saved state saw 4: events are missing"):
+    with pytest.raises(ValueError, match="has 3 lines and had 4 when the state was saved: events are missing"):
         runner.run(SPEC, tmp_path / "run", resume=True)
     path.unlink()
     with pytest.raises(ValueError, match="events are missing"):
         runner.run(SPEC, tmp_path / "run", resume=True)
     cut_off(SPEC, tmp_path / "other", after=4)
     path.write_bytes((tmp_path / "other" / "ledger.jsonl").read_bytes())
-    with pytest.raises(ValueError, match="is not the one that the saved state was written with"):
+    with pytest.raises(ValueError, match="is not the one that the saved state belongs to"):
         runner.run(SPEC, tmp_path / "run", resume=True)
 
 
+@pytest.mark.slow
 def test_a_longer_plan_is_held_to_the_target_by_an_rdp_filter(tmp_path: Path) -> None:
     spec = replace(BUDGETED, records=600, batch_size=600, steps=12)
     cut_off(spec, tmp_path / "run", after=2, checkpoint_every=1)
@@ -275,7 +280,7 @@ def test_runs_that_share_a_ledger_share_a_budget(tmp_path: Path) -> None:
     said = "3 at delta 1e-05, for adding or removing one training record"
     assert f"{said}\n" in run_summary(second)
     assert f"{said}; 1.5 spent so far" in run_summary(replace(second, epsilon=1.5))
-    assert "1.5 spent at delta 1e-05; none is certified" in run_summary(
+    assert "1.5 spent at delta 1e-05; no epsilon is certified" in run_summary(
         replace(second, epsilon=1.5, certified_epsilon=None)
     )
     before = shared.read_bytes()
@@ -288,8 +293,8 @@ def test_runs_that_share_a_ledger_share_a_budget(tmp_path: Path) -> None:
     assert not (tmp_path / "third").exists()
 
 
-class FullDisk(Unobserved):
-    """From some step on no file can grow beyond a few bytes."""
+class FullDisk(SilentObserver):
+    """After a step, no file can grow beyond a few bytes."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -299,7 +304,7 @@ class FullDisk(Unobserved):
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def test_a_full_disk_is_one_clear_error_and_the_run_goes_on_when_there_is_room(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_clear_error_and_the_run_resumes_when_there_is_room(tmp_path: Path) -> None:
     runner.run(SPEC, tmp_path / "whole")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -314,7 +319,7 @@ def test_a_full_disk_is_one_clear_error_and_the_run_goes_on_when_there_is_room(t
 
 @contextmanager
 def powerless() -> Iterator[None]:
-    """Without the right to write into read-only folders, which root has."""
+    """Without root's right to write into read-only folders."""
     before = os.geteuid()
     if before == 0:
         os.seteuid(65534)
@@ -343,7 +348,7 @@ def test_a_read_only_folder_is_one_clear_error_and_the_checkpoint_is_intact() ->
 
 
 def own_loop(folder: Path, *, seed: int | None, until: int | None = None) -> PrivateRun:
-    """As the guide has it, with a checkpoint every second step."""
+    """A training loop with a checkpoint every second step."""
     path = folder / "checkpoint"
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -361,16 +366,16 @@ def own_loop(folder: Path, *, seed: int | None, until: int | None = None) -> Pri
 
 
 @pytest.mark.parametrize("seed", [3, None])
-def test_one_s_own_loop_goes_on_from_its_checkpoint_and_ledger(tmp_path: Path, seed: int | None) -> None:
+def test_your_own_loop_resumes_from_its_checkpoint_and_ledger(tmp_path: Path, seed: int | None) -> None:
     (tmp_path / "whole").mkdir()
     whole = own_loop(tmp_path / "whole", seed=seed)
     own_loop(tmp_path, seed=seed, until=3)
     own_loop(tmp_path, seed=seed, until=5)
     run = own_loop(tmp_path, seed=seed)
     if seed is None:  # two steps of the six were lost
-        assert run.steps_done == 4 and run.spending.run_events == 6
+        assert run.steps_done == 4 and run.budget.run_events == 6
     else:
-        assert run.steps_done == 6 and run.spending.run_events == 6
+        assert run.steps_done == 6 and run.budget.run_events == 6
         assert all(map(torch.equal, run.model.parameters(), whole.model.parameters()))
     assert run.epsilon() == whole.epsilon() <= 2.0
 
@@ -391,12 +396,12 @@ def test_going_back_to_an_earlier_state_spends_again_without_a_seed() -> None:
     state = run.state_dict()
     finish(run, until=5)
     run.load_state_dict(state)
-    assert finish(run).steps_done == 3 and run.spending.run_events == 6 and run.epsilon() <= 2.0
+    assert finish(run).steps_done == 3 and run.budget.run_events == 6 and run.epsilon() <= 2.0
     seeded = finish(private(seed=1), until=2)
     state = seeded.state_dict()
     finish(seeded, until=5)
     seeded.load_state_dict(state)
-    assert finish(seeded).steps_done == 6 and seeded.spending.run_events == 6
+    assert finish(seeded).steps_done == 6 and seeded.budget.run_events == 6
 
 
 def test_only_a_state_of_the_same_beginning_replays(tmp_path: Path) -> None:
@@ -410,10 +415,10 @@ def test_only_a_state_of_the_same_beginning_replays(tmp_path: Path) -> None:
             private(seed=3, target_epsilon=2.5, ledger=book).load_state_dict(state)
         begun_anew = private(seed=3, max_physical_batch_size=4, ledger=book)  # as like as it may be, it is another run
         finish(begun_anew, until=2)
-        assert begun_anew.spending.run_events == 4
+        assert begun_anew.budget.run_events == 4
 
 
-def test_a_seeded_run_goes_on_with_its_micro_batches() -> None:
+def test_a_seeded_run_resumes_with_its_micro_batches() -> None:
     whole = finish(private(seed=1, max_physical_batch_size=7))
     state = finish(private(seed=1, max_physical_batch_size=7), until=2).state_dict()
     for seed, size in ((1, 7), (None, 20)):
@@ -433,7 +438,7 @@ def test_a_step_interrupted_after_its_release_is_not_saved(monkeypatch: pytest.M
     monkeypatch.setattr(run.optimizer, "step", interrupt)
     with pytest.raises(KeyboardInterrupt):
         finish(run)
-    assert not run.between_steps and run.spending.run_events == 3
+    assert not run.between_steps and run.budget.run_events == 3
     with pytest.raises(RuntimeError, match="between its release and the optimizer"):
         run.state_dict()
 
@@ -453,7 +458,7 @@ def test_a_run_that_fails_leaves_a_shared_ledger_and_takes_its_own_away(tmp_path
     wrong = replace(SPEC, device="a device that is not there")
     shared = tmp_path / "patients.ledger"
     for given in (shared, None):
-        with pytest.raises(ValueError, match="cannot be used here"):
+        with pytest.raises(ValueError, match="is not available"):
             runner.run(wrong, tmp_path / "run", ledger=given)
         assert not (tmp_path / "run").exists()
     assert ledger.read(shared, dataset=SPEC.dataset).events == {}

@@ -1,4 +1,4 @@
-"""A run as data, what carries it out, and the folder it leaves."""
+"""Specs, their execution, and the folder of a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 
 from folders import RUN_FILES
 from pmlf import data, models
-from pmlf.experiments import checking, runner, tasks
-from pmlf.experiments.results import Evaluation, Unobserved
+from pmlf.experiments import runner, tasks
+from pmlf.experiments.results import Evaluation, SilentObserver
 from pmlf.experiments.spec import MethodOptions, RunSpec, Setting, comparison, default_delta
 from pmlf.run import making as training
 
@@ -35,8 +35,8 @@ def same(first: Path, second: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-class StopAt(Unobserved):
-    """Raises after some step, as Ctrl-C or a fault would."""
+class StopAt(SilentObserver):
+    """Raises an error after a step."""
 
     def __init__(self, step: int, error: BaseException) -> None:
         self._step, self._error = step, error
@@ -46,7 +46,7 @@ class StopAt(Unobserved):
             raise self._error
 
 
-class Record(Unobserved):
+class Record(SilentObserver):
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.losses: list[float | None] = []
@@ -70,7 +70,7 @@ def test_a_spec_with_an_unknown_field_is_refused() -> None:
         RunSpec.from_json('{"colour": 1}')
 
 
-def test_a_resolved_spec_leaves_nothing_to_a_default() -> None:
+def test_a_resolved_spec_has_all_defaults_filled_in() -> None:
     resolved = RunSpec(method="inner-outer", options=MethodOptions(outer_momentum=0.5)).resolved(12_000)
     assert (resolved.epsilon, resolved.delta) == (3.0, 1e-5)
     assert resolved.noise_multiplier is None and resolved.epochs is not None and resolved.steps is None
@@ -86,10 +86,14 @@ def test_the_default_delta_is_below_one_record() -> None:
 @pytest.mark.parametrize(
     ("method", "options", "takes"),
     [
-        ("dpsgd", MethodOptions(k=2), "--k is not for dpsgd, which takes no parameters"),
-        ("lp-dpsgd", MethodOptions(beta=0.1), "--beta is not for lp-dpsgd, which takes --a, --b"),
-        ("inner-outer", MethodOptions(beta=0.9), "--beta is not for inner-outer, which takes --k, --gamma, --outer-m"),
-        ("dp-pmlf", MethodOptions(kappa=0.7), "--kappa is not for dp-pmlf, which takes --k, --beta, --a, --b"),
+        ("dpsgd", MethodOptions(k=2), "`k` is not an option of dpsgd, which takes no options"),
+        ("lp-dpsgd", MethodOptions(beta=0.1), "`beta` is not an option of lp-dpsgd, which takes `a`, `b`"),
+        (
+            "inner-outer",
+            MethodOptions(beta=0.9),
+            "`beta` is not an option of inner-outer, which takes `k`, `gamma`, `outer_m",
+        ),
+        ("dp-pmlf", MethodOptions(kappa=0.7), "`kappa` is not an option of dp-pmlf, which takes `k`, `beta`, `a`, `b`"),
     ],
 )
 def test_an_option_of_another_method_is_refused(method: str, options: MethodOptions, takes: str) -> None:
@@ -100,7 +104,7 @@ def test_an_option_of_another_method_is_refused(method: str, options: MethodOpti
 def test_a_comparison_gives_each_method_the_options_it_takes() -> None:
     specs = comparison(Setting(options=MethodOptions(k=3, beta=0.2)), ["dpsgd", "inner-outer", "dp-pmlf"])
     assert [spec.options for spec in specs] == [MethodOptions(), MethodOptions(k=3), MethodOptions(k=3, beta=0.2)]
-    with pytest.raises(ValueError, match="--kappa is for none of dpsgd, dp-pmlf"):
+    with pytest.raises(ValueError, match="`kappa` is not an option of dpsgd, dp-pmlf"):
         comparison(Setting(options=MethodOptions(kappa=0.5)), ["dpsgd", "dp-pmlf"])
     with pytest.raises(ValueError, match="dpsgd dpsgd"):
         comparison(Setting(), ["dpsgd", "dpsgd"])
@@ -138,7 +142,7 @@ def test_a_run_leaves_a_folder_that_repeats_it(tmp_path: Path) -> None:
     assert training.evaluate(model, images.test, collate_fn=data.collate) == result.test_accuracy
 
 
-def test_an_average_is_evaluated_and_saved_beside_the_last_iterate(tmp_path: Path) -> None:
+def test_an_average_is_evaluated_and_saved_next_to_the_last_iterate(tmp_path: Path) -> None:
     plain = runner.run(QUICK, tmp_path / "plain")
     result = runner.run(quick(ema=0.9), tmp_path / "run")
     assert same(tmp_path / "plain", tmp_path / "run") and plain.ema_accuracy is None
@@ -157,7 +161,7 @@ def test_the_seed_alone_decides_the_weights(tmp_path: Path) -> None:
     assert not same(tmp_path / "d", tmp_path / "e")
 
 
-def test_hardened_noise_is_asked_for_in_the_spec_and_told_in_the_certificate(tmp_path: Path) -> None:
+def test_secure_noise_is_an_option_of_the_spec_and_named_in_the_certificate(tmp_path: Path) -> None:
     runner.run(quick(secure_noise=True), tmp_path / "hardened")
     runner.run(quick(), tmp_path / "plain")
     assert not same(tmp_path / "hardened", tmp_path / "plain")
@@ -171,7 +175,7 @@ def test_methods_of_equal_seed_share_initial_weights_draws_and_noise(tmp_path: P
     assert same(tmp_path / "dpsgd", tmp_path / "plain")
 
 
-def test_evaluations_come_once_an_epoch_and_at_the_end(tmp_path: Path) -> None:
+def test_a_run_is_evaluated_once_per_epoch_and_at_the_end(tmp_path: Path) -> None:
     record = Record()
     spec = quick(method="dpsgd", batch_size=6000, max_physical_batch_size=6500, steps=5)
     result = runner.run(spec, tmp_path / "run", observer=record)
@@ -183,7 +187,7 @@ def test_evaluations_come_once_an_epoch_and_at_the_end(tmp_path: Path) -> None:
     assert spent == sorted(spent) and spent[-1] == result.epsilon
 
 
-def test_the_training_loss_is_told_only_on_demand(tmp_path: Path) -> None:
+def test_the_training_loss_is_shown_only_on_request(tmp_path: Path) -> None:
     record = Record()
     runner.run(QUICK, tmp_path / "run", observer=record, show_sensitive=True)
     assert all(loss is not None and loss > 0 for loss in record.losses)
@@ -199,7 +203,7 @@ def test_showing_the_loss_does_not_change_the_training(tmp_path: Path) -> None:
     assert same(tmp_path / "quiet", tmp_path / "loud")
 
 
-def test_an_interrupted_run_keeps_what_was_released(tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_its_results(tmp_path: Path) -> None:
     result = runner.run(QUICK, tmp_path / "run", observer=StopAt(2, KeyboardInterrupt()))
     assert result.interrupted and (result.steps, result.planned_steps) == (2, 3)
     assert result.test_accuracy is None
@@ -212,7 +216,7 @@ def test_an_interrupted_run_keeps_what_was_released(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop", [None, 2])
-def test_only_what_is_released_can_be_read_by_others(stop: int | None, tmp_path: Path) -> None:
+def test_others_can_read_released_files_only(stop: int | None, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         observer = None if stop is None else StopAt(stop, KeyboardInterrupt())
@@ -227,7 +231,7 @@ def test_only_what_is_released_can_be_read_by_others(stop: int | None, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["spec.json", "ledger.jsonl", ".notes.partial", ".spec.json.partial/notes"])
-def test_a_folder_that_no_run_has_left_is_not_removed(name: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_of_a_run_is_not_removed(name: str, tmp_path: Path) -> None:
     file = tmp_path / "mine" / name
     file.parent.mkdir(parents=True)
     file.write_text('{"of": "somebody else"}')
@@ -236,13 +240,13 @@ def test_a_folder_that_no_run_has_left_is_not_removed(name: str, tmp_path: Path)
     assert file.read_text() == '{"of": "somebody else"}'
 
 
-def test_a_fault_after_a_release_leaves_its_account(tmp_path: Path) -> None:
+def test_an_error_after_a_release_leaves_a_certificate(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="fault"):
         runner.run(QUICK, tmp_path / "run", observer=StopAt(1, RuntimeError("fault")))
     assert json.loads((tmp_path / "run" / "certificate.json").read_text())["released_steps"] == 1
 
 
-def test_a_fault_before_a_release_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_before_the_first_release_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: training.PrivateRun, batch: object) -> None:
         raise ValueError("refused")
 
@@ -255,12 +259,12 @@ def test_a_fault_before_a_release_leaves_no_folder(tmp_path: Path, monkeypatch: 
 def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "kept.txt").write_text("kept")
     for attempt in (lambda: runner.run(QUICK, tmp_path), lambda: runner.compare([QUICK], tmp_path)):
-        with pytest.raises(ValueError, match="exists already"):
+        with pytest.raises(ValueError, match="already exists"):
             attempt()
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
 
 
-def test_a_comparison_finds_the_last_method_s_mistake_first(tmp_path: Path) -> None:
+def test_a_comparison_finds_an_error_in_its_last_method_before_it_trains(tmp_path: Path) -> None:
     specs = [QUICK, quick(method="lp-dpsgd", options=MethodOptions(b=(0.2,)))]
     with pytest.raises(ValueError, match="DC gain 2"):
         runner.compare(specs, tmp_path / "run")
@@ -276,7 +280,7 @@ def test_an_interrupted_comparison_reports_the_runs_so_far(tmp_path: Path) -> No
     assert [run["method"] for run in document["runs"]] == ["dpsgd", "dp-pmlf"]
 
 
-class _StopSecond(Unobserved):
+class _StopSecond(SilentObserver):
     def __init__(self) -> None:
         self._method = ""
 
@@ -305,17 +309,17 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_is_checked_on_synthetic_inputs_and_on_records_only_for_whoever_asks(
+def test_a_model_is_checked_on_synthetic_inputs_and_on_records_only_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[torch.Tensor] = []
-    check = checking.check
+    check = runner.check
 
     def watched(model: Any, loss_fn: Any, batch: Any, **options: Any) -> Any:
         seen.append(batch[0])
         return check(model, loss_fn, batch, **options)
 
-    monkeypatch.setattr(checking, "check", watched)
+    monkeypatch.setattr(runner, "check", watched)
     runner.run(quick(), tmp_path / "plain")
     shown: list[Any] = []
     runner.run(quick(), tmp_path / "shown", show_check=shown.append)
@@ -323,7 +327,7 @@ def test_a_model_is_checked_on_synthetic_inputs_and_on_records_only_for_whoever_
     real = torch.stack([torch.as_tensor(records[i][0]) for i in range(4)])
     assert [torch.equal(batch.reshape(real.shape), real) for batch in seen] == [False, False, True]
     assert len(shown) == 1 and shown[0].samples == 4
-    assert same(tmp_path / "plain", tmp_path / "shown")  # and training is not touched by it
+    assert same(tmp_path / "plain", tmp_path / "shown")  # the check does not change the training
     assert sorted(p.name for p in (tmp_path / "shown").iterdir()) == sorted(
         p.name for p in (tmp_path / "plain").iterdir()
     )

@@ -1,4 +1,4 @@
-"""Tasks: what a dataset and a model give a run, and the part of the training split held out for tuning."""
+"""Tasks: dataset and model of a run, and the part of the training split held out for tuning."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_holdout_splits_the_training_records_and_leaves_the_test_records_alo
 def test_the_holdout_depends_on_the_count_alone_and_mixes_the_records() -> None:
     _, held = tasks.holdout_indices(1000, 0.1)
     assert np.array_equal(held, tasks.holdout_indices(1000, 0.1)[1])
-    assert held[:5].tolist() == [5, 19, 58, 71, 77]  # for ever: figures in the documentation depend on it
+    assert held[:5].tolist() == [5, 19, 58, 71, 77]  # must never change: documented results depend on it
     assert abs(held.mean() - 500) < 100
     assert set(held) < set(tasks.holdout_indices(1000, 0.2)[1])
 
@@ -61,5 +61,5 @@ def test_the_accountant_counts_the_records_that_are_left(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 1e-9, float("nan")])
 def test_a_holdout_that_leaves_nothing_is_refused(fraction: float) -> None:
-    with pytest.raises(ValueError, match="leaves none on one side"):
+    with pytest.raises(ValueError, match="leaves one part empty"):
         tasks.holdout_indices(1000, fraction)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import signal
 
-from pmlf.mechanism import theory
+from pmlf import theory
 
 FILTERS = [
     ((-0.9,), (0.1,)),
@@ -22,8 +22,8 @@ FILTERS = [
 TASK = theory.Problem(initial_gap=2.0, smoothness=3.0, gradient_bound=1.5, sampling_deviation=0.7, dimension=50)
 
 
-@pytest.mark.parametrize("beta", [0.01, 0.1, 0.5, 0.9, 0.999, 1 - 1e-9, 1 - 1e-15, 1.0])
-@pytest.mark.parametrize("k", [1, 2, 3, 10, 100])
+@pytest.mark.parametrize("beta", [0.1, 0.999, 1 - 1e-15, 1.0])
+@pytest.mark.parametrize("k", [1, 2, 100])
 def test_rho_squared_is_one_over_the_sum_of_squared_weights(beta: float, k: int) -> None:
     weights = theory.momentum_weights(beta, k)
     assert weights.sum() == pytest.approx(1) and np.all(np.diff(weights) <= 0)
@@ -85,7 +85,7 @@ def _slow_gammas(
 
 
 @pytest.mark.parametrize(("a", "b"), FILTERS)
-@pytest.mark.parametrize(("beta", "k"), [(0.1, 1), (0.1, 2), (0.7, 4), (1.0, 3), (0.5, 40)])
+@pytest.mark.parametrize(("beta", "k"), [(0.1, 1), (1.0, 3), (0.5, 40)])
 def test_gammas_equal_the_double_sum(a: tuple[float, ...], b: tuple[float, ...], beta: float, k: int) -> None:
     steps = 25
     c = [0.95**r * (1 + 0.1 * math.cos(r)) for r in range(steps + 3)]

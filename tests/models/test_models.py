@@ -1,4 +1,4 @@
-"""Models: sizes, shapes, seeding, and nothing that mixes samples or rewrites buffers."""
+"""Models: sizes, shapes, seeding, no mixing of samples and no buffers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from pmlf import models
 
-SHAPES = [(1, 28, 10), (3, 32, 10), (3, 32, 100)]  # (in_channels, image_size, classes)
+SHAPES = [(1, 28, 10), (3, 32, 100)]  # (in_channels, image_size, classes)
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -34,12 +34,12 @@ def test_parameter_counts(name: str, count: int) -> None:
     assert parameter_count(build(name)) == count
 
 
-def test_cnn5_has_as_many_outputs_as_asked() -> None:
+def test_cnn5_has_the_given_number_of_outputs() -> None:
     per_class = 256 * 9 + 1
     assert parameter_count(models.CNN5(classes=100)) == 412_426 + 90 * per_class
 
 
-@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("name", ["cnn5", "linear", "resnet18", "vit"])  # the other ViTs differ in size only
 @pytest.mark.parametrize(("in_channels", "image_size", "classes"), SHAPES)
 def test_logits_of_every_model_on_every_image_shape(name: str, in_channels: int, image_size: int, classes: int) -> None:
     model = models.build(name, in_channels=in_channels, image_size=image_size, classes=classes, seed=0)
@@ -56,7 +56,7 @@ def test_an_empty_batch_gives_empty_logits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", models.NAMES)
-def test_seeded_weights_are_a_function_of_the_seed_and_leave_the_global_generator_alone(name: str) -> None:
+def test_seeded_weights_depend_on_the_seed_only_and_leave_the_global_generator_unchanged(name: str) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = build(name, seed=7).state_dict()
@@ -105,14 +105,14 @@ def test_resnet_group_count_divides_the_channels(width: int, groups: int) -> Non
 
 
 def test_unknown_name_lists_the_names() -> None:
-    with pytest.raises(ValueError, match="'cnn6': choose one of cnn5, linear, resnet18, vit"):
+    with pytest.raises(ValueError, match=r"'cnn6': give one of cnn5, linear, resnet18, vit.*Did you mean 'cnn5'"):
         models.build("cnn6", in_channels=3, image_size=32, classes=10)
 
 
 def test_vit_refuses_sizes_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="patch 5 does not divide image_size 32"):
+    with pytest.raises(ValueError, match="patch=5 does not divide image_size=32"):
         models.ViT(patch=5)
-    with pytest.raises(ValueError, match="heads 5 does not divide width 192"):
+    with pytest.raises(ValueError, match="heads=5 does not divide width=192"):
         models.ViT(heads=5)
-    with pytest.raises(ValueError, match="images are 28x28 but this ViT is for 32x32"):
+    with pytest.raises(ValueError, match="images are 28x28, but this ViT is for 32x32"):
         models.ViT(depth=1)(torch.rand(1, 3, 28, 28))

@@ -1,4 +1,4 @@
-"""The paper's artifacts as data: what runs they are, and what makes their comparisons fair."""
+"""The paper's artifacts as data: their runs, and that comparisons are fair."""
 
 from __future__ import annotations
 
@@ -21,29 +21,28 @@ def test_the_paper_has_eleven_artifacts() -> None:
     assert [artifact.name for artifact in paper.ARTIFACTS] == NAMES == sorted(NUMBERS)
 
 
-def test_an_unknown_name_says_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"'table-5': choose one of figure-1, .*, table-4"):
+def test_an_unknown_name_is_an_error_that_lists_the_names() -> None:
+    with pytest.raises(ValueError, match=r"'table-5': give one of figure-1, .*, table-4"):
         paper.artifact("table-5")
-    with pytest.raises(ValueError, match="'gpu': choose one of paper, cpu, smoke"):
+    with pytest.raises(ValueError, match="profile='gpu' is not known: give one of paper, cpu, smoke"):
         paper.artifact("table-4").cells("gpu")
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-@pytest.mark.parametrize("name", NAMES)
-def test_variants_of_a_panel_differ_in_nothing_but_their_method(name: str, profile: str) -> None:
-    cells = paper.artifact(name).cells(profile)
-    assert cells
-    for cell in cells:
-        for other in cells:
-            if other.panel is cell.panel and other.epsilon == cell.epsilon:
-                same = replace(other.run(0), method=cell.variant.method, options=cell.variant.options)
-                assert same == cell.run(0)
-        cell.run(0).build_method()
+def test_variants_of_a_panel_differ_only_in_their_method(profile: str) -> None:
+    for artifact in paper.ARTIFACTS:
+        cells = artifact.cells(profile)
+        assert cells
+        for cell in cells:
+            for other in cells:
+                if other.panel is cell.panel and other.epsilon == cell.epsilon:
+                    same = replace(other.run(0), method=cell.variant.method, options=cell.variant.options)
+                    assert same == cell.run(0), artifact.name
+            cell.run(0).build_method()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_variant_has_the_same_number_of_trials_at_the_same_rates(name: str) -> None:
-    for cell in paper.artifact(name).cells("cpu"):
+def test_every_variant_has_the_same_number_of_trials_at_the_same_rates() -> None:
+    for cell in (cell for artifact in paper.ARTIFACTS for cell in artifact.cells("cpu")):
         trials = cell.trials()
         assert [trial.lr for trial in trials] == list(cell.panel.rates)
         assert {(trial.seed, trial.holdout) for trial in trials} == {(TUNING_SEED, 0.1)}
@@ -61,7 +60,7 @@ def test_the_paper_profile_has_the_papers_setting() -> None:
 
 @pytest.mark.parametrize(("dataset", "epochs"), [("mnist", 25), ("cifar10", 50)])
 def test_the_cpu_profile_keeps_the_papers_noise(dataset: str, epochs: int) -> None:
-    """Its records and epochs keep E B / n, and the noise multiplier with it, at a fraction of the steps."""
+    """Its records and epochs keep E B / n, and so the noise multiplier, with fewer steps."""
     panel = next(
         panel
         for artifact in paper.ARTIFACTS
@@ -90,7 +89,7 @@ def test_a_run_that_two_artifacts_need_has_one_key() -> None:
     assert len(keys("table-4")) == 4 * 8 + 2 * 8
 
 
-def test_keys_tell_runs_apart_and_survive_json() -> None:
+def test_different_runs_have_different_keys_and_keys_survive_json() -> None:
     spec = paper.artifact("table-4").cells("cpu")[0].run(0)
     assert run_key(RunSpec.from_json(spec.to_json())) == run_key(spec)
     assert len({run_key(spec), run_key(replace(spec, lr=0.1)), run_key(replace(spec, seed=1))}) == 3
@@ -108,7 +107,7 @@ def test_keys_tell_runs_apart_and_survive_json() -> None:
 def test_the_papers_numbers_are_the_papers(
     name: str, dataset: str, variant: str, epsilon: int, mean: float, std: float
 ) -> None:
-    """Corners of its tables, read off the page again."""
+    """Some cells of its tables, copied from the paper a second time."""
     (cell,) = (
         cell
         for cell in NUMBERS[name]["cells"]
@@ -118,7 +117,7 @@ def test_the_papers_numbers_are_the_papers(
 
 
 @pytest.mark.parametrize("name", ["table-1", "table-2", "table-3", "table-4"])
-def test_the_papers_numbers_have_a_cell_of_ours_each(name: str) -> None:
+def test_each_number_of_the_paper_has_a_cell(name: str) -> None:
     ours = {
         (cell.panel.setting.dataset, cell.panel.setting.model, cell.variant.label, cell.epsilon)
         for cell in paper.artifact(name).cells("paper")

@@ -1,4 +1,4 @@
-"""The report: what it makes of records, and what a real browser makes of it."""
+"""The report: its statistics, sentences and charts, and the page in a real browser."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 from scipy import stats
 
-from pmlf.cli import main as cli
+from pmlf.cli.main import main
 from pmlf.reproduction import paper
 from pmlf.reproduction.report import charts, page, pictures, summary, tables, text, words
 from pmlf.reproduction.report.summary import Record
@@ -80,7 +80,7 @@ def test_means_deviations_and_paired_intervals_are_those_of_the_seeds() -> None:
     assert first.seeds == 3 and first.verdict == "holds"
 
 
-def test_differences_pair_common_seeds_alone() -> None:
+def test_differences_pair_common_seeds_only() -> None:
     changed = document()
     changed["cells"][0]["runs"] = [run(1, 0.52), run(7, 0.9)]
     one = next(one for one in Record(changed).differences() if one.below == "DPSGD")
@@ -117,14 +117,14 @@ def test_the_papers_number_stands_only_beside_the_papers_own_setting() -> None:
     assert not any(series.paper for chart in charts.of_record(Record(elsewhere)) for series in chart.series)
 
 
-def test_tuning_is_listed_with_every_trial_and_an_end_of_the_grid_is_said() -> None:
+def test_tuning_is_listed_with_every_trial_and_marks_the_end_of_the_grid() -> None:
     tuned = document(protocol="tuned")
     for cell in tuned["cells"]:
         cell["trials"] = [run(1000, 0.3, lr=0.05), run(1000, 0.4, lr=0.5)]
     record = Record(tuned)
     assert [one.at_an_end for one in tables.trials(record)] == [True] * 3
     for made in (page.render([record], []), text.markdown([record], [])):
-        assert "ccounted for in epsilon" in made and "an end of the grid" in made and "40.00" in made
+        assert "ccounted for in epsilon" in made and "end of the grid" in made and "40.00" in made
 
 
 def test_what_a_chosen_rate_changes_against_the_shared_one_is_said() -> None:
@@ -134,14 +134,13 @@ def test_what_a_chosen_rate_changes_against_the_shared_one_is_said() -> None:
         cell["runs"] = [run(each["seed"], each["accuracy"] - 0.04, lr=1.5) for each in cell["runs"]]
     records = [Record(document()), Record(tuned)]
     for made in (page.render(records, []), text.markdown(records, [])):
-        assert made.count("in place of the shared one changes DPSGD -4.00 (-4.02 to -3.98)") == 1
+        assert made.count("instead of the shared rate changes DPSGD -4.00 (-4.02 to -3.98)") == 1
     alone = text.markdown(records[1:], [])
-    assert "in place of the shared one" not in alone
+    assert "instead of the shared rate" not in alone
 
 
 @pytest.mark.parametrize("artifact", ["figure-4", "table-4"])
-def test_what_is_contradicted_is_in_sight_and_what_cannot_be_told_is_counted(artifact: str) -> None:
-    """Table 4's orderings, all that are contradicted, were missing at the top of the page."""
+def test_contradicted_orderings_are_visible_and_undecided_ones_are_folded(artifact: str) -> None:
     changed = document(artifact=artifact)
     filters = ["a {-0.9}, b {0.1}", "a {-0.6}, b {0.4}", "a {}, b {1}"]
     best = 0 if artifact == "table-4" else 1
@@ -154,18 +153,18 @@ def test_what_is_contradicted_is_in_sight_and_what_cannot_be_told_is_counted(art
     assert glance is not None
     in_sight, folded, *_ = glance[0].split("<details>")
     assert in_sight.count(">contradicted<") == 1 and ">cannot tell<" not in in_sight
-    assert "1 that cannot be told" in folded and folded.count(">cannot tell<") == 1
+    assert "1 undecided" in folded and folded.count(">cannot tell<") == 1
 
 
-def test_smoke_counts_for_nothing() -> None:
+def test_smoke_runs_do_not_count() -> None:
     smoke = Record(document(profile="smoke"))
     assert not words.tally([smoke])
-    assert "figure-4, shared: not run beyond smoke" in text.markdown([smoke], [])
+    assert "figure-4, shared: no run beyond the smoke profile" in text.markdown([smoke], [])
     assert "## a title" not in text.markdown([smoke], [])
 
 
-def test_the_page_says_there_is_no_record_only_where_there_is_none() -> None:
-    nothing = "No record beyond smoke yet"
+def test_the_page_says_that_there_are_no_results_only_if_there_are_none() -> None:
+    nothing = "No results beyond the smoke profile yet"
     assert nothing in page.render([Record(document(profile="smoke"))], [])
     assert nothing not in page.render([Record(document(artifact="table-4"))], [])
     assert nothing not in page.render([Record(document())], [])
@@ -176,12 +175,14 @@ def test_markdown_says_what_holds_by_how_much_and_what_is_missing() -> None:
     partly["cells"][2]["runs"].pop()
     made = text.markdown([Record(partly)], [])
     assert "CIFAR-10, CNN-5, ε = 1: DP-PMLF is above DPSGD +5.00" in made
-    assert "figure-4: 8 of 9 runs done" in made and "table-4, shared: not run beyond smoke" in made
-    assert "figure-2, tuned: not run beyond smoke" in made
-    assert "not meant for two cores, and run in smoke alone: figure-5, table-1, table-2, table-3" in made
+    assert "figure-4: 8 of 9 runs done" in made and "table-4, shared: no run beyond the smoke profile" in made
+    assert "figure-2, tuned: no run beyond the smoke profile" in made
+    assert "only in the smoke profile, because they need GPUs: figure-5, table-1, table-2, table-3" in made
     assert "| DP-PMLF | 56.00 ± 1.00 (3 seeds)<br>*paper: about 54* |" in made  # not bold: others have other seeds
-    assert "the first 20,000 records, 20 epochs of batches of 1000, 3 seeds, 2 steps of noise multiplier 1.5" in made
-    assert text.markdown([Record(partly)], []) == made  # nothing of the day in it
+    assert (
+        "the first 20,000 records, 20 epochs with batches of 1000, 3 seeds, 2 steps with noise multiplier 1.5" in made
+    )
+    assert text.markdown([Record(partly)], []) == made  # it does not depend on the date
 
 
 def test_the_best_of_a_column_is_bold_where_all_have_the_same_seeds() -> None:
@@ -189,11 +190,14 @@ def test_the_best_of_a_column_is_bold_where_all_have_the_same_seeds() -> None:
     assert "| DP-PMLF | **56.00 ± 1.00**<br>*paper: about 54* |" in made
 
 
-def test_a_comparison_that_artifacts_share_counts_once_and_chance_is_said() -> None:
+def test_a_comparison_of_several_artifacts_counts_once() -> None:
     both = [Record(document()), Record(document(artifact="figure-2"))]
     assert words.tally(both) == words.tally(both[:1])
     (line,) = words.verdicts(both)
-    assert line.startswith("With shared learning rates, of 2 of the paper's orderings") and "0.1 leave 0 out" in line
+    assert (
+        line.startswith("With shared learning rates, 2 of the paper's orderings were tested")
+        and "0.1 exclude 0" in line
+    )
 
 
 def test_a_single_record_of_a_small_split_tells_nothing_either() -> None:
@@ -233,18 +237,18 @@ def test_a_device_and_the_states_of_the_source_are_said() -> None:
     assert "device cuda" in said["machine"] and said["source"] == "code0: 6 runs, code1: 3 runs"
 
 
-def test_what_cannot_be_told_is_bounded_in_words() -> None:
+def test_undecided_orderings_have_a_bound() -> None:
     undecided = document()
     undecided["cells"][1]["runs"] = [run(seed, accuracy) for seed, accuracy in enumerate([0.51, 0.51, 0.52])]
     (line,) = words.findings(Record(undecided))
     interval = stats.ttest_rel([51, 51, 52], [50, 53, 50]).confidence_interval(0.95)  # against InnerOuter, the widest
     assert interval.high > 3
-    assert line.endswith("3 seeds are too few to bound a lead where it cannot be told.")
+    assert line.endswith("3 seeds are too few to bound its lead where undecided.")
     undecided["cells"][1]["runs"] = [run(seed, accuracy) for seed, accuracy in enumerate([0.499, 0.521, 0.51])]
     undecided["cells"].pop()
     (line,) = words.findings(Record(undecided))
     interval = stats.ttest_rel([49.9, 52.1, 51], [50, 52, 51]).confidence_interval(0.95)
-    assert line.endswith(f"where it cannot be told, its lead is below {interval.high:.2f} points.")
+    assert line.endswith(f"where undecided, its lead is below {interval.high:.2f} points.")
 
 
 def test_latex_is_balanced_and_escapes_what_it_must() -> None:
@@ -272,9 +276,9 @@ def test_pictures_are_drawn_of_every_chart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_folder_without_records_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "record.json").write_text(content)
-    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
-    assert re.search("cannot be read as JSON|there is no record", capsys.readouterr().err)
-    assert cli.main(["report", str(tmp_path / "none")]) == 2
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
+    assert re.search("is not valid JSON|there is no record", capsys.readouterr().err)
+    assert main(["report", str(tmp_path / "none")]) == 2
     assert "is not a folder" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
 
@@ -290,7 +294,7 @@ def test_the_later_of_two_records_counts(tmp_path: Path) -> None:
 
 
 class Outline(HTMLParser):
-    """What a page refers to, and the ids it has."""
+    """The references, ids and charts of a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,24 +317,25 @@ class Outline(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.slow
 def test_all_eleven_artifacts_run_in_smoke_and_are_drawn_by_a_browser(tmp_path: Path) -> None:
-    """The whole way: run, report, and look. A separate test would run it all again."""
+    """Run, report and look at the page, in one test because the runs take long."""
     out, made = tmp_path / "runs", tmp_path / "report.html"
-    assert cli.main(["reproduce", "all", "--profile", "smoke", "--out", str(out)]) == 0
+    assert main(["reproduce", "all", "--profile", "smoke", "--out", str(out)]) == 0
     for artifact in paper.ARTIFACTS:
         record = json.loads((out / f"{artifact.name}-smoke-shared.json").read_text())
         assert all(len(cell["runs"]) == cell["planned_seeds"] > 0 for cell in record["cells"])
         assert all(run["epsilon"] <= cell["target_epsilon"] for cell in record["cells"] for run in cell["runs"])
-    assert cli.main(["report", str(out), "--out", str(made), "--markdown", str(tmp_path / "results.md")]) == 0
+    assert main(["report", str(out), "--out", str(made), "--markdown", str(tmp_path / "results.md")]) == 0
 
     outline = Outline()
     outline.feed(made.read_text())
     assert not outline.open and len(set(outline.ids)) == len(outline.ids)
     assert {artifact.name for artifact in paper.ARTIFACTS} <= set(outline.ids)
     assert all(r.startswith(("#", "data:")) and r[1:] in ("ata:,", *outline.ids) for r in outline.references)
-    assert "http" not in re.sub(r"http://www.w3.org/2000/svg", "", made.read_text())  # nothing is fetched
+    assert "http" not in re.sub(r"http://www.w3.org/2000/svg", "", made.read_text())  # nothing is downloaded
     if CHROMIUM is None:
-        pytest.skip("everything held but what a browser draws: no chromium here")
+        pytest.skip("no chromium here: the page was not drawn by a browser")
 
     dumped, log = browse(made, "--dump-dom")
     drawn = re.findall(r'data-drawn="(\d+)"', dumped)
@@ -345,7 +350,7 @@ def test_all_eleven_artifacts_run_in_smoke_and_are_drawn_by_a_browser(tmp_path: 
 
 
 def browse(file: Path, *options: str, address: str = "") -> tuple[str, str]:
-    """What a headless browser prints of a page, and its log, in which the page's own errors are marked CONSOLE."""
+    """The output of a headless browser for a page, and its log, in which CONSOLE marks errors of the page."""
     quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", "--v=0"]
     assert CHROMIUM is not None
     command = [CHROMIUM, *quiet, f"--user-data-dir={file.parent / 'browser'}", "--virtual-time-budget=4000", *options]
@@ -354,8 +359,9 @@ def browse(file: Path, *options: str, address: str = "") -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def test_a_script_that_fails_would_be_seen(tmp_path: Path) -> None:
-    """The browser test can fail: an error of the page's script shows in the log it reads."""
+@pytest.mark.slow
+def test_a_script_error_is_in_the_log(tmp_path: Path) -> None:
+    """The browser test can fail: an error of the page's script is in its log."""
     if CHROMIUM is None:
         pytest.skip("no chromium here")
     broken = tmp_path / "broken.html"

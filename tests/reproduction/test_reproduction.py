@@ -1,4 +1,4 @@
-"""An artifact carried out by either protocol, and the record that it leaves."""
+"""Running an artifact with either protocol, and its record."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from listeners import Heard
-from pmlf.cli import main as cli
+from listeners import RecordingListener
+from pmlf.cli.main import main
 from pmlf.reproduction import campaign as reproduction
 from pmlf.reproduction import executors, jobs, paper
 from pmlf.reproduction.artifacts import Artifact
-from pmlf.reproduction.campaign import Plan
+from pmlf.reproduction.campaign import ReproductionPlan
 
 FULL = paper.artifact("figure-4")
 PANEL = replace(FULL.panels["smoke"][0], epsilons=(8.0,), seeds=2)
@@ -23,19 +23,19 @@ PANEL = replace(PANEL, variants=tuple(v for v in PANEL.variants if v.method in (
 SMALL = replace(FULL, panels={"smoke": (PANEL,)})
 
 
-def plan(out: Path, protocol: str = "shared", artifact: Artifact = SMALL, seeds: int | None = None) -> Plan:
-    return Plan(artifact=artifact, profile="smoke", protocol=protocol, out=out, seeds=seeds)
+def plan(out: Path, protocol: str = "shared", artifact: Artifact = SMALL, seeds: int | None = None) -> ReproductionPlan:
+    return ReproductionPlan(artifact=artifact, profile="smoke", protocol=protocol, out=out, seeds=seeds)
 
 
-def run(one: Plan) -> tuple[dict[str, object], Heard, list[str]]:
-    heard = Heard()
-    failed = reproduction.reproduce(one, executors.here, heard)
-    return json.loads(one.record_path.read_text()), heard, failed
+def run(one: ReproductionPlan) -> tuple[dict[str, object], RecordingListener, list[str]]:
+    listener = RecordingListener()
+    failed = reproduction.reproduce(one, executors.in_this_process, listener)
+    return json.loads(one.record_path.read_text()), listener, failed
 
 
 def test_the_record_holds_every_run_with_its_certificate_and_command(tmp_path: Path) -> None:
-    record, heard, failed = run(plan(tmp_path))
-    assert not failed and len(heard.begun) == 4
+    record, listener, failed = run(plan(tmp_path))
+    assert not failed and len(listener.began_keys) == 4
     assert record["command"] == "pmlf reproduce figure-4 --profile smoke --protocol shared"
     for cell in record["cells"]:
         assert [run["seed"] for run in cell["runs"]] == [0, 1]
@@ -47,17 +47,17 @@ def test_the_record_holds_every_run_with_its_certificate_and_command(tmp_path: P
             assert one["cost"]["machine"]["cores"]
 
 
-def test_what_is_finished_is_not_run_again_and_more_seeds_add_to_it(tmp_path: Path) -> None:
+def test_complete_runs_are_not_repeated_and_more_seeds_add_to_them(tmp_path: Path) -> None:
     first, _, _ = run(plan(tmp_path))
-    again, heard, _ = run(plan(tmp_path))
-    assert heard.begun == [] and again == first
-    more, heard, _ = run(plan(tmp_path, seeds=3))
-    assert len(heard.begun) == 2 and [len(cell["runs"]) for cell in more["cells"]] == [3, 3]
+    again, listener, _ = run(plan(tmp_path))
+    assert listener.began_keys == [] and again == first
+    more, listener, _ = run(plan(tmp_path, seeds=3))
+    assert len(listener.began_keys) == 2 and [len(cell["runs"]) for cell in more["cells"]] == [3, 3]
 
 
 def test_tuning_chooses_by_held_out_records_and_ends_on_all_of_them(tmp_path: Path) -> None:
-    record, heard, failed = run(plan(tmp_path, "tuned", seeds=1))
-    assert not failed and len(heard.begun) == 2 * len(PANEL.rates) + 2
+    record, listener, failed = run(plan(tmp_path, "tuned", seeds=1))
+    assert not failed and len(listener.began_keys) == 2 * len(PANEL.rates) + 2
     for cell in record["cells"]:
         held_out = {trial["lr"]: trial["accuracy"] for trial in cell["trials"]}
         assert sorted(held_out) == sorted(PANEL.rates) and {trial["split"] for trial in cell["trials"]} == {"holdout"}
@@ -86,14 +86,14 @@ def test_a_trial_is_the_beginning_of_a_final_run_with_its_noise(tmp_path: Path) 
         for trial in cell["trials"]:
             assert (trial["steps"], final["steps"]) == (2, 4) and trial["epsilon"] < final["epsilon"]
             planned = json.loads((tmp_path / "runs" / trial["key"] / "certificate.json").read_text())["planned_steps"]
-            assert planned == 4  # what its noise is calibrated for
+            assert planned == 4  # the steps that its noise is calibrated for
 
 
 @pytest.mark.parametrize("protocol", ["shared", "tuned"])
-def test_what_is_on_record_stays_there(protocol: str, tmp_path: Path) -> None:
+def test_runs_in_a_record_stay_there(protocol: str, tmp_path: Path) -> None:
     first, _, _ = run(plan(tmp_path, protocol))
-    fewer, heard, _ = run(plan(tmp_path, protocol, seeds=1))
-    assert heard.begun == [] and fewer == first
+    fewer, listener, _ = run(plan(tmp_path, protocol, seeds=1))
+    assert listener.began_keys == [] and fewer == first
     shutil.rmtree(tmp_path / "runs")
     reproduction.write_record(plan(tmp_path, protocol))
     assert json.loads(plan(tmp_path, protocol).record_path.read_text()) == first
@@ -107,13 +107,13 @@ def test_a_damaged_folder_is_a_failure_by_name_and_stops_nothing_else(damage: st
     one.record_path.unlink()
     (folder / damage).write_text("")
     shutil.rmtree(other)
-    record, heard, failed = run(one)
-    assert heard.begun == [folder.name, other.name]
+    record, listener, failed = run(one)
+    assert listener.began_keys == [folder.name, other.name]
     assert len(failed) == 1 and f"{str(folder)!r} is damaged" in failed[0]
     assert [len(cell["runs"]) for cell in record["cells"]] == [0, 1]
 
 
-def test_two_that_write_one_record_do_not_meet(tmp_path: Path) -> None:
+def test_two_processes_can_write_one_record(tmp_path: Path) -> None:
     one = plan(tmp_path, seeds=1)
     run(one)
     errors: list[BaseException] = []
@@ -133,7 +133,7 @@ def test_two_that_write_one_record_do_not_meet(tmp_path: Path) -> None:
     assert not errors
 
 
-def test_what_fails_is_said_and_the_rest_is_recorded(tmp_path: Path) -> None:
+def test_failures_are_reported_and_the_rest_is_recorded(tmp_path: Path) -> None:
     wrong = replace(PANEL.variants[0], label="wrong", method="nonsense")
     broken = replace(SMALL, panels={"smoke": (replace(PANEL, variants=(wrong, PANEL.variants[1]), seeds=1),)})
     record, _, failed = run(plan(tmp_path, artifact=broken))
@@ -142,14 +142,14 @@ def test_what_fails_is_said_and_the_rest_is_recorded(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_artifact_leaves_a_record_of_what_was_run(tmp_path: Path) -> None:
-    class Stop(Heard):
+    class Stop(RecordingListener):
         def began(self, job: jobs.Job) -> None:
             if self.errors:
                 raise KeyboardInterrupt
 
     one = plan(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        reproduction.reproduce(one, executors.here, Stop())
+        reproduction.reproduce(one, executors.in_this_process, Stop())
     record = json.loads(one.record_path.read_text())
     assert [len(cell["runs"]) for cell in record["cells"]] == [1, 0]
 
@@ -157,17 +157,17 @@ def test_an_interrupted_artifact_leaves_a_record_of_what_was_run(tmp_path: Path)
 def test_the_record_is_up_to_date_after_every_run(tmp_path: Path) -> None:
     one, recorded = plan(tmp_path), []
 
-    class Reading(Heard):
+    class Reading(RecordingListener):
         def ended(self, job: jobs.Job, error: str | None) -> None:
             record = json.loads(one.record_path.read_text())
             recorded.append(sum(len(cell["runs"]) for cell in record["cells"]))
 
-    reproduction.reproduce(one, executors.here, Reading())
+    reproduction.reproduce(one, executors.in_this_process, Reading())
     assert len(recorded) > 1 and recorded == list(range(1, len(recorded) + 1))
 
 
-def test_seeds_pair_the_methods_by_weights_and_draws(tmp_path: Path) -> None:
-    """With k = 1 and no filter the ablations are DPSGD: equal accuracies show equal weights, draws and noise."""
+def test_a_seed_gives_methods_the_same_weights_and_batches(tmp_path: Path) -> None:
+    """With k = 1 and no filter the ablation is DPSGD: equal models show equal initial weights, batches and noise."""
     plain = replace(PANEL.variants[0], label="plain", method="dp-pmlf-without-lf")
     plain = replace(plain, options=replace(plain.options, k=1))
     pair = replace(SMALL, panels={"smoke": (replace(PANEL, variants=(PANEL.variants[0], plain)),)})
@@ -177,7 +177,7 @@ def test_seeds_pair_the_methods_by_weights_and_draws(tmp_path: Path) -> None:
         assert len({(folder / "model.safetensors").read_bytes() for folder in folders}) == 1
 
 
-def test_a_device_changes_where_a_run_is_carried_out_and_not_its_folder(tmp_path: Path) -> None:
+def test_a_device_does_not_change_the_folder_of_a_run(tmp_path: Path) -> None:
     here, elsewhere = plan(tmp_path), replace(plan(tmp_path), device="abacus", seeds=1)
     spec = here.cells[0].run(0)
     assert elsewhere.job(spec).folder == here.job(spec).folder and elsewhere.job(spec).spec.device == "abacus"
@@ -186,15 +186,15 @@ def test_a_device_changes_where_a_run_is_carried_out_and_not_its_folder(tmp_path
 
 
 def test_an_unknown_protocol_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'fair': choose one of shared, tuned"):
+    with pytest.raises(ValueError, match="protocol='fair' is not known: give one of shared, tuned"):
         plan(tmp_path, "fair")
 
 
 def test_the_command_lists_the_artifacts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["reproduce", "--list", "--json"]) == 0
+    assert main(["reproduce", "--list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in listed["artifacts"]] == [one.name for one in paper.ARTIFACTS]
-    assert cli.main(["reproduce", "--list"]) == 0
+    assert main(["reproduce", "--list"]) == 0
     assert "figure-7" in capsys.readouterr().out
 
 
@@ -203,12 +203,12 @@ def test_the_command_says_what_failed_and_exits_nonzero(
 ) -> None:
     monkeypatch.setitem(paper.BY_NAME, "figure-4", replace(SMALL, panels={"smoke": (replace(PANEL, seeds=1),)}))
 
-    def refuse(job: jobs.Job, tell: jobs.Tell) -> None:
+    def refuse(job: jobs.Job, on_progress: jobs.OnProgress) -> None:
         raise ValueError("no room")
 
-    monkeypatch.setattr(executors, "carry_out", refuse)
+    monkeypatch.setattr(executors, "run_job", refuse)
     arguments = ["reproduce", "figure-4", "--profile", "smoke", "--out", str(tmp_path), "--json"]
-    assert cli.main(arguments) == 1
+    assert main(arguments) == 1
     printed = capsys.readouterr()
     assert len(json.loads(printed.out)["failed"]) == 2
     assert "pmlf: failed: dpsgd, linear" in printed.err and "no room" in printed.err
@@ -217,14 +217,14 @@ def test_the_command_says_what_failed_and_exits_nonzero(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no artifact is named"),
+        ([], "no table or figure is given"),
         (["table-9"], "unknown artifact 'table-9'"),
-        (["table-4", "--profile", "gpu"], "unknown profile 'gpu'"),
+        (["table-4", "--profile", "gpu"], "--profile='gpu' is not known"),
         (["table-4", "--seeds", "0"], "seeds=0"),
     ],
 )
 def test_the_command_refuses_in_one_sentence(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["reproduce", *arguments]) == 2
+    assert main(["reproduce", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -29,12 +29,12 @@ def test_the_peak_is_that_of_the_tensors_alive_at_one_time() -> None:
         kept.clear()
         torch.zeros(1500)
 
-    assert sizing._peak_bytes(three_then_one, torch.device("cpu")) == 12_000
+    assert sizing.peak_bytes(three_then_one, torch.device("cpu")) == 12_000
 
 
 def test_more_free_memory_never_gives_a_smaller_size_and_little_is_kept_to() -> None:
     step, example = step_of(convolution()), images(3, 8, 8)(32)
-    needed = sizing._peak_bytes(lambda: (step.accumulate(example), step.discard()), torch.device("cpu"))
+    needed = sizing.peak_bytes(lambda: (step.accumulate(example), step.discard()), torch.device("cpu"))
     size = sizing.physical_batch_size(step, example, most=100_000, free_bytes=round(needed))
     assert 1 <= size <= 32  # half of what 32 samples take
     assert sizing.physical_batch_size(step, example, most=20, free_bytes=1 << 40) == 20

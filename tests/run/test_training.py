@@ -14,11 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import pmlf
 from pmlf import PrivateRun, methods
-from pmlf.checks.first_look import FirstLook
 from small_runs import dataset, finish, loss, private, small, weights
 
 
@@ -87,9 +86,8 @@ def test_workers_and_collate_function_change_nothing() -> None:
 
 
 def test_learning_happens_and_empty_batches_are_steps() -> None:
-    run = finish(
-        private(dataset=dataset(2000), batch_size=200, steps=60, target_epsilon=8.0, target_delta=1e-4, seed=1)
-    )
+    options = {"batch_size": 200, "steps": 60, "target_epsilon": 8.0, "target_delta": 1e-4}
+    run = finish(private(dataset=dataset(2000), seed=1, max_physical_batch_size=300, **options))
     assert pmlf.evaluate(run.model, dataset(2000)) > 0.9
     rare = finish(private(batch_size=0.5, steps=20, seed=1))
     assert rare.steps_done == 20
@@ -176,7 +174,7 @@ def test_a_step_that_failed_is_taken_again_with_the_same_records_and_no_others()
 
 def test_a_run_is_neither_copied_nor_pickled_and_its_step_copies_with_the_model() -> None:
     run = private()
-    for one_of_a_kind in (run, run.spending):
+    for one_of_a_kind in (run, run.budget):
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match="cannot be copied or pickled"):
                 copied(one_of_a_kind)
@@ -217,7 +215,9 @@ def test_samples_that_the_sampler_did_not_draw_are_refused() -> None:
 def test_the_mechanism_cannot_be_changed_on_the_way() -> None:
     run = private(seed=1)
     names = ("noise_multiplier", "clip_norm", "expected_batch_size", "clipping", "method", "randomness")
-    for owner, name in [(run.private_step, name) for name in names] + [(run, "steps"), (run, "delta")]:
+    plan = run.budget.plan
+    others = [(run, "steps"), (run.budget, "plan"), (plan, "delta"), (plan, "target_epsilon"), (plan, "event")]
+    for owner, name in [(run.private_step, name) for name in names] + others:
         with pytest.raises(AttributeError):
             setattr(owner, name, getattr(owner, name))
 
@@ -294,11 +294,6 @@ def other_optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD(small().parameters(), lr=0.1)
 
 
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -315,7 +310,6 @@ class Endless(IterableDataset[Any]):
         ({"noise_multiplier": 1.0}, "give target_epsilon or noise_multiplier"),
         ({"target_epsilon": None, "noise_multiplier": 0.0}, "noise_multiplier=0.0 is not positive"),
         ({"dataset": TensorDataset(torch.zeros(0, 5))}, "the dataset is empty"),
-        ({"dataset": Endless()}, "is iterable only"),
         ({"optimizer": other_optimizer()}, "the optimizer holds parameters that are not the model's"),
         ({"seed": 1.5}, "seed=1.5 is not a whole number"),
         ({"max_physical_batch_size": 0}, "max_physical_batch_size=0"),
@@ -354,26 +348,29 @@ def test_a_large_delta_warns() -> None:
 def test_noise_is_calibrated_to_the_run() -> None:
     run = private(target_epsilon=3.0, steps=11)
     assert pmlf.accounting.epsilon(
-        noise_multiplier=run.private_step.noise_multiplier, sample_rate=0.25, steps=11, delta=1e-3
+        noise_multiplier=run.private_step.settings.noise_multiplier, sample_rate=0.25, steps=11, delta=1e-3
     ) == pytest.approx(3.0, rel=0.01)
 
 
-def test_samples_are_numbered_by_their_index_for_augmentation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same record is augmented alike at one step, wherever it stands in the draw."""
-    seen: dict[int, set[float]] = {}
+def test_samples_are_numbered_by_their_index_for_augmentation() -> None:
+    """A record has the same uniforms in one step, however the draw is cut into micro-batches."""
 
-    def record(batch: Any, uniforms: torch.Tensor) -> Any:
-        for row, value in zip(batch[0][:, 0].tolist(), uniforms[:, 0].tolist(), strict=True):
-            seen.setdefault(hash(row), set()).add(value)
-        return batch
+    def uniforms_of_each_record(physical: int) -> dict[float, set[float]]:
+        seen: dict[float, set[float]] = {}
 
-    monkeypatch.setattr(FirstLook, "at", lambda self, batch, size, modes: "marked")  # it has uniforms of its own
-    augmentation = pmlf.Augmentation(function=record, draws=1)
-    for physical in (3, 50):
-        run = private(seed=4, steps=1, max_physical_batch_size=physical, augmentation=augmentation)
-        finish(run)
-    assert all(len(values) == 1 for values in seen.values()) and len(seen) > 10
-    assert np.std([value for values in seen.values() for value in values]) > 0.1
+        def record(batch: Any, uniforms: torch.Tensor) -> Any:
+            for row, value in zip(batch[0][:, 0].tolist(), uniforms[:, 0].tolist(), strict=True):
+                seen.setdefault(row, set()).add(value)  # those of checks too
+            return batch
+
+        augmentation = pmlf.Augmentation(function=record, draws=1)
+        finish(private(seed=4, steps=1, max_physical_batch_size=physical, augmentation=augmentation))
+        return seen
+
+    three, fifty = uniforms_of_each_record(3), uniforms_of_each_record(50)
+    common = [three[row] & fifty[row] for row in three]
+    assert set(three) == set(fifty) and len(common) > 10 and all(common)
+    assert np.std([value for values in common for value in values]) > 0.1
 
 
 def test_hardened_noise_is_part_of_the_mechanism_and_named_in_the_certificate() -> None:

@@ -1,8 +1,8 @@
-"""Canaries: records that are their own gradient, each along a coordinate of its own, sent through `PrivateStep`.
+"""Canaries: records whose gradient is the record itself, each along its own coordinate, sent through `PrivateStep`.
 
-The loss of a sample is <w, sample>, so its gradient is the sample at every point, whatever a method's history. Canary i
-points along coordinate i with far more than the clip norm, so it moves the released sum by C there and nowhere else:
-thousands of neighbouring pairs in one run. An observer who knows the filter, which is public, takes it out again.
+The loss of a sample is <w, sample>, so its gradient is the sample at every evaluation point. Canary i is a multiple of
+unit vector i, far longer than the clip norm. It moves the released sum by C along coordinate i only, so one run has
+thousands of neighbouring pairs. The filter is public, and the audit inverts it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy import signal
 from torch import Tensor, nn
 
-from pmlf.audit.bounds import Floats
+from pmlf.audit.bounds import FloatArray
 from pmlf.basics.arguments import require_count
 from pmlf.mechanism.filters import LowPass
 from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
@@ -29,16 +29,16 @@ CLIP_NORM = 1.0
 _FAR_ABOVE_CLIP = 100.0  # "automatic" clipping, C v / (|v| + 0.01), then gives 0.9999 C
 _PHYSICAL_BATCH = 256
 
-Progress = Callable[[float], None]  # told which share of the work was done since it was told last
+ProgressCallback = Callable[[float], None]  # called with the fraction of the work done since the last call
 
 
-def unheard(share: float) -> None:
-    """Progress that nobody follows."""
+def no_progress(fraction: float) -> None:
+    """A progress callback that does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """What is claimed of a run: T Poisson-subsampled Gaussian steps."""
+    """The claim about a run: T Poisson-subsampled Gaussian steps of a method."""
 
     method: Method
     noise_multiplier: float
@@ -49,22 +49,22 @@ class Mechanism:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What an attacker sees of every canary; higher is meant to say that it took part."""
+    """One score per canary (or run), and whether it took part. Higher scores suggest that it did."""
 
-    values: Floats
+    values: FloatArray
     included: NDArray[np.bool_]
 
     @property
-    def inside(self) -> Floats:
+    def inside(self) -> FloatArray:
         return self.values[self.included]
 
     @property
-    def outside(self) -> Floats:
+    def outside(self) -> FloatArray:
         return self.values[~self.included]
 
 
-class Rows:
-    """One record a canary that takes part: its coordinate. `collate` makes it a dense sample."""
+class CanaryDataset:
+    """The canaries that take part. A record is the canary's coordinate; `collate` makes dense samples of them."""
 
     def __init__(self, included: NDArray[np.bool_]) -> None:
         self._coordinates = np.flatnonzero(included)
@@ -83,34 +83,36 @@ class Rows:
 
 
 def linear_loss(model: nn.Module, samples: Tensor) -> Tensor:
-    """<w, sample>."""
+    """The loss <w, sample> of each sample."""
     return model(samples).squeeze(1)
 
 
 def linear_model(width: int) -> nn.Linear:
-    """w = 0 of that many coordinates."""
+    """A linear model with one output and weights w = 0."""
     model = nn.Linear(width, 1, bias=False)
     nn.init.zeros_(model.weight)
     return model
 
 
 def coins(randomness: Randomness, canaries: int) -> NDArray[np.bool_]:
-    """Which canaries take part: a fair coin each."""
-    require_count("canaries", canaries, "half of them take part", least=100)
+    """Which canaries take part: an independent fair coin for each."""
+    require_count("canaries", canaries, "about half of them take part", least=100)
     included = np.zeros(canaries, dtype=bool)
     included[randomness.stream("canaries").chosen(canaries, 0.5)] = True
     return included
 
 
 def derived(randomness: Randomness, *numbers: int) -> Randomness:
-    """Randomness of its own for a part of an experiment."""
+    """Separate randomness for one part of an experiment."""
     if isinstance(randomness, SecureRandomness):
         return randomness
     return SeededRandomness(randomness.seed_for("audit", *numbers))
 
 
-def audited_scores(mechanism: Mechanism, canaries: int, randomness: Randomness, progress: Progress = unheard) -> Scores:
-    """The sum over the steps of what was released along each canary: at q = 1 the best score there is."""
+def audited_scores(
+    mechanism: Mechanism, canaries: int, randomness: Randomness, progress: ProgressCallback = no_progress
+) -> Scores:
+    """Score each canary by its coordinate of the released sums, added over the steps. Optimal at sample rate 1."""
     included = coins(randomness, canaries)
     sums = released_sums(mechanism, included, randomness, progress=progress)
     return Scores(values=sums.sum(0), included=included)
@@ -123,14 +125,22 @@ def released_sums(
     *,
     noise: Randomness | None = None,
     accumulate: Callable[[PrivateStep, Tensor], Any] = PrivateStep.accumulate,
-    progress: Progress = unheard,
-) -> Floats:
-    """(steps, canaries): the noisy sums behind the gradients that a private run releases, the public filter taken out.
+    progress: ProgressCallback = no_progress,
+) -> FloatArray:
+    """Run the mechanism on the included canaries and return its noisy sums, of shape (steps, canaries).
 
-    `noise` and `accumulate` are how a deliberately broken variant differs from the library.
+    The sums are computed from the released gradients by inverting the public filter.
+
+    Args:
+        mechanism: Method, noise, sample rate and steps.
+        included: Which canaries take part.
+        randomness: Source of the batches and, by default, of the noise.
+        noise: Another source of noise, for a deliberately broken variant.
+        accumulate: Another way to add a micro-batch, for a deliberately broken variant.
+        progress: Called with the fraction of the work done since the last call.
     """
-    rows, model = Rows(included), linear_model(len(included))
-    batch_size = mechanism.sample_rate * len(rows)  # declared: it only scales what is released
+    dataset, model = CanaryDataset(included), linear_model(len(included))
+    batch_size = mechanism.sample_rate * len(dataset)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     step = PrivateStep(
         model,
@@ -143,11 +153,11 @@ def released_sums(
         secure_noise=mechanism.secure_noise,
     )
     sampler = PoissonBatches(
-        rows,
+        dataset,
         expected_batch_size=batch_size,
         randomness=randomness,
         max_physical_batch_size=_PHYSICAL_BATCH,
-        collate_fn=rows.collate,
+        collate_fn=dataset.collate,
     )
     released = []
     for batch in sampler.batches(0, mechanism.steps):
@@ -160,21 +170,21 @@ def released_sums(
     return batch_size * without_filter(mechanism.method.low_pass, released)
 
 
-def gradient(model: nn.Module) -> Floats:
-    """What a release left in `p.grad`, as one vector."""
+def gradient(model: nn.Module) -> FloatArray:
+    """The released gradient, in `p.grad`, as one vector."""
     grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     return torch.cat(grads).double().numpy()
 
 
-def without_filter(low_pass: LowPass, released: Sequence[Floats]) -> Floats:
-    """vbar_t from mhat_t: undo the correction, then run the recursion the other way.
+def without_filter(low_pass: LowPass, released: Sequence[FloatArray]) -> FloatArray:
+    """Invert the filter: compute vbar_t from mhat_t by undoing the bias correction and the recursion.
 
     >>> low_pass = LowPass(a=(-0.9,), b=(0.15, -0.05))
-    >>> ones = [np.ones(1)] * 3  # what the corrected filter makes of a constant 1
+    >>> ones = [np.ones(1)] * 3  # the corrected filter maps a constant 1 to 1
     >>> without_filter(low_pass, ones).ravel().round(9)
     array([1., 1., 1.])
     """
     if low_pass.b[0] == 0:
-        raise ValueError(f"b={low_pass.b} has b_0 = 0, so the last step is not seen: audit a filter with another b_0")
+        raise ValueError(f"b={low_pass.b} has b_0 = 0, so the filter cannot be inverted: audit a filter with b_0 != 0")
     filtered = np.stack(released) * low_pass.corrections(len(released))[:, None]
     return np.asarray(signal.lfilter((1.0, *low_pass.a), low_pass.b, filtered, axis=0))

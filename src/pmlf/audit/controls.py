@@ -1,7 +1,6 @@
-"""Negative controls: deliberately broken variants, each with the neighbouring pair and the score that expose it.
+"""Negative controls: deliberately broken variants, each with the neighbouring datasets and the score that expose it.
 
-An audit that cannot find these would say nothing. None is an option of the library: what breaks privacy is built here,
-around `PrivateStep`, from the outside.
+They show that the audit finds real faults. None is an option of the library: each is built around `PrivateStep` here.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pmlf.audit.bounds import Floats
+from pmlf.audit.bounds import FloatArray
 from pmlf.audit.canaries import (
     CLIP_NORM,
     Mechanism,
-    Progress,
+    ProgressCallback,
     Scores,
     audited_scores,
     coins,
@@ -25,32 +24,32 @@ from pmlf.audit.canaries import (
     gradient,
     linear_loss,
     linear_model,
+    no_progress,
     released_sums,
-    unheard,
 )
 from pmlf.mechanism.noise import Randomness, SeededRandomness, Stream
 from pmlf.methods import dp_pmlf, dpsgd
 from pmlf.step import PrivateStep
 
-_OTHERS = 32  # records beside the one in question
-_FAINT = 1e-9  # noise that hides nothing
+_OTHERS = 32  # number of other records
+_NEARLY_NO_NOISE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """A broken variant: what is claimed of it (the steps and the sampling; the noise follows), and its scores."""
+    """A broken variant: its name, its fault, the claim about it (steps and sample rate), and how to score it."""
 
     name: str
     broken: str
     sample_rate: float
     steps: int
-    scores: Callable[[Mechanism, int, Randomness, Progress], Scores]
+    scores: Callable[[Mechanism, int, Randomness, ProgressCallback], Scores]
 
 
-def _clipped_per_point(claimed: Mechanism, canaries: int, randomness: Randomness, progress: Progress) -> Scores:
-    """Every evaluation point's gradient clipped on its own and added with weight one, as the reference code does.
+def _clipped_per_point(claimed: Mechanism, canaries: int, randomness: Randomness, progress: ProgressCallback) -> Scores:
+    """Clip the gradient at each evaluation point and add them with weight one, as the paper's public code does.
 
-    The gradient of a linear loss is the same at every point, so this is the same batch, added once a point.
+    The gradient of a linear loss is the same at every point, so this adds the same batch once per point.
     """
     points = dp_pmlf().points
 
@@ -64,33 +63,33 @@ def _clipped_per_point(claimed: Mechanism, canaries: int, randomness: Randomness
     return Scores(values=sums.sum(0), included=included)
 
 
-def _half_the_noise(claimed: Mechanism, canaries: int, randomness: Randomness, progress: Progress) -> Scores:
+def _half_the_noise(claimed: Mechanism, canaries: int, randomness: Randomness, progress: ProgressCallback) -> Scores:
     halved = replace(claimed, noise_multiplier=claimed.noise_multiplier / 2)
     return audited_scores(halved, canaries, randomness, progress)
 
 
 class _SameNoise(SeededRandomness):
-    """The stream of a purpose, whatever the step."""
+    """Randomness that repeats: one stream per purpose, the same at every step."""
 
     def stream(self, purpose: str, *numbers: int) -> Stream:
         return super().stream(purpose)
 
 
-def _noise_reused(claimed: Mechanism, canaries: int, randomness: Randomness, progress: Progress) -> Scores:
-    """A canary is drawn at some steps and not at others; what the steps differ by is then free of noise."""
+def _noise_reused(claimed: Mechanism, canaries: int, randomness: Randomness, progress: ProgressCallback) -> Scores:
+    """A canary is drawn at some steps and not at others. The difference between two steps has no noise."""
     included = coins(randomness, canaries)
     noise = _SameNoise(randomness.seed_for("reused noise"))
     sums = released_sums(claimed, included, randomness, noise=noise, progress=progress)
     return Scores(values=np.ptp(sums, axis=0), included=included)
 
 
-def _divided_by_drawn(claimed: Mechanism, canaries: int, randomness: Randomness, progress: Progress) -> Scores:
-    """All others at +C, the record at -C: it lowers the sum and raises the divisor."""
+def _divided_by_drawn(claimed: Mechanism, canaries: int, randomness: Randomness, progress: ProgressCallback) -> Scores:
+    """All others are at +C and the record at -C: it lowers the sum and raises the divisor."""
     others = torch.full((_OTHERS, 1), CLIP_NORM)
     with_record = torch.cat([others, torch.full((1, 1), -CLIP_NORM)])
 
-    def score(samples: Tensor, randomness: Randomness, times: int) -> Floats:
-        drawn = len(samples)  # everybody is drawn at q = 1
+    def score(samples: Tensor, randomness: Randomness, times: int) -> FloatArray:
+        drawn = len(samples)  # all records are drawn at q = 1
         releases = _releases(claimed, linear_model(1), linear_loss, samples, randomness, times, progress)
         return -releases[:, 0] * _OTHERS / drawn
 
@@ -98,7 +97,7 @@ def _divided_by_drawn(claimed: Mechanism, canaries: int, randomness: Randomness,
 
 
 class _BatchNormalised(nn.Module):
-    """Features normalised over the batch by hand, then a linear layer."""
+    """A linear layer on features that are normalised over the batch by hand."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -109,32 +108,36 @@ class _BatchNormalised(nn.Module):
         return self.layer(centred / (centred.square().mean(0).sqrt() + 1e-5))
 
 
-def _batch_norm(claimed: Mechanism, canaries: int, randomness: Randomness, progress: Progress) -> Scores:
-    """Others that balance each other; one record so extreme that, normalised with it, all of them lean one way.
+def _batch_norm(claimed: Mechanism, canaries: int, randomness: Randomness, progress: ProgressCallback) -> Scores:
+    """The other records cancel out; one extreme record shifts all of them when it is normalised with them.
 
-    The score is what is released, along the difference that the record makes without noise.
+    The score is the release projected on the change that the record makes without noise.
     """
     signs = torch.tensor([[1.0, 1.0], [-1.0, -1.0]]).repeat(_OTHERS // 2, 1)
     with_record = torch.cat([signs, torch.tensor([[1e6, 1e6]])])
 
-    def released(samples: Tensor, mechanism: Mechanism, randomness: Randomness, times: int, told: Progress) -> Floats:
-        return _releases(mechanism, _BatchNormalised(2), linear_loss, samples, randomness, times, told, forced=True)
+    def released(
+        samples: Tensor, mechanism: Mechanism, randomness: Randomness, times: int, progress: ProgressCallback
+    ) -> FloatArray:
+        return _releases(
+            mechanism, _BatchNormalised(2), linear_loss, samples, randomness, times, progress, unchecked=True
+        )
 
-    faint = replace(claimed, noise_multiplier=_FAINT)
-    with_it, without = (released(samples, faint, randomness, 1, unheard)[0] for samples in (with_record, signs))
+    exact = replace(claimed, noise_multiplier=_NEARLY_NO_NOISE)
+    with_it, without = (released(samples, exact, randomness, 1, no_progress)[0] for samples in (with_record, signs))
     direction = (with_it - without) / np.linalg.norm(with_it - without)
 
-    def score(samples: Tensor, randomness: Randomness, times: int) -> Floats:
+    def score(samples: Tensor, randomness: Randomness, times: int) -> FloatArray:
         return released(samples, claimed, randomness, times, progress) @ direction
 
     return _paired(with_record, signs, score, canaries, randomness)
 
 
-def _empty_skipped(claimed: Mechanism, canaries: int, randomness: Randomness, progress: Progress) -> Scores:
-    """No other records: a step is taken only when the one in question is drawn. The score: steps taken."""
+def _empty_skipped(claimed: Mechanism, canaries: int, randomness: Randomness, progress: ProgressCallback) -> Scores:
+    """No other records: a step takes place only if the record is drawn. The score is the number of steps."""
     record = torch.full((1, 1), CLIP_NORM)
 
-    def score(samples: Tensor, randomness: Randomness, times: int) -> Floats:
+    def score(samples: Tensor, randomness: Randomness, times: int) -> FloatArray:
         model = linear_model(1)
         step = _step(claimed, model, linear_loss, claimed.sample_rate, randomness)
         taken = np.zeros(times)
@@ -144,7 +147,7 @@ def _empty_skipped(claimed: Mechanism, canaries: int, randomness: Randomness, pr
                 if len(drawn) > 0:
                     step.accumulate(samples[torch.from_numpy(drawn)])
                     step.release()
-                    taken[run] += bool(gradient(model).any())  # what is seen: the weights move
+                    taken[run] += bool(gradient(model).any())  # visible to everyone: the weights change
                     model.zero_grad()
             progress(1 / (2 * times))
         return taken
@@ -155,11 +158,11 @@ def _empty_skipped(claimed: Mechanism, canaries: int, randomness: Randomness, pr
 def _paired(
     with_record: Tensor,
     without: Tensor,
-    score: Callable[[Tensor, Randomness, int], Floats],
+    score: Callable[[Tensor, Randomness, int], FloatArray],
     canaries: int,
     randomness: Randomness,
 ) -> Scores:
-    """Runs on two neighbouring datasets: a run is one observation, not thousands, so half as many are made."""
+    """Scores of runs on two neighbouring datasets, a quarter of `canaries` runs on each: a run is one observation."""
     each = canaries // 4
     sides = [score(samples, derived(randomness, side), each) for side, samples in enumerate((with_record, without))]
     return Scores(values=np.concatenate(sides), included=np.arange(2 * each) < each)
@@ -172,12 +175,12 @@ def _releases(
     samples: Tensor,
     randomness: Randomness,
     times: int,
-    progress: Progress,
+    progress: ProgressCallback,
     *,
-    forced: bool = False,
-) -> Floats:
-    """(times, parameters): the noisy sum over a full batch / others, again and again at the same weights."""
-    step = _step(mechanism, model, loss_fn, _OTHERS, randomness, assume_independent_samples=forced)
+    unchecked: bool = False,
+) -> FloatArray:
+    """Release the full batch `times` times at the same weights. Shape (times, parameters), divided by the others."""
+    step = _step(mechanism, model, loss_fn, _OTHERS, randomness, assume_independent_samples=unchecked)
     found = []
     for _ in range(times):
         step.accumulate(samples)
@@ -212,42 +215,42 @@ def _step(
 CONTROLS: tuple[Control, ...] = (
     Control(
         name="clip-per-point",
-        broken="each point's gradient clipped, then added with weight one: a record moves the sum by k C",
+        broken="clips the gradient at each point and adds them with weight one: a record moves the sum by k C",
         sample_rate=1.0,
         steps=4,
         scores=_clipped_per_point,
     ),
     Control(
         name="half-noise",
-        broken="noise of z/2 where z is claimed",
+        broken="adds noise z/2 where z is claimed",
         sample_rate=1.0,
         steps=4,
         scores=_half_the_noise,
     ),
     Control(
         name="noise-reused",
-        broken="the same noise at every step",
+        broken="adds the same noise at every step",
         sample_rate=0.5,
         steps=4,
         scores=_noise_reused,
     ),
     Control(
         name="divide-by-drawn",
-        broken="the mean over the records drawn in place of the public batch size",
+        broken="divides by the drawn batch size, not by the public expected batch size",
         sample_rate=1.0,
         steps=1,
         scores=_divided_by_drawn,
     ),
     Control(
         name="skip-empty",
-        broken="no step where the batch is empty",
+        broken="skips the step if the batch is empty",
         sample_rate=0.5,
         steps=4,
         scores=_empty_skipped,
     ),
     Control(
         name="batch-norm",
-        broken="features normalised over the batch, the check of independent samples put aside",
+        broken="normalises features over the batch; the check for independent samples is switched off",
         sample_rate=1.0,
         steps=1,
         scores=_batch_norm,

@@ -1,6 +1,6 @@
-"""Broken variants of a user's model: each lets one record move the sum by more than the clip norm, and must be caught.
+"""Broken variants of your model: in each, one record moves the sum by more than the clip norm. The audit must find it.
 
-They are built around the model and its loss from the outside, and sent past the checks that refuse them.
+They are built around the model and its loss. The library's checks, which refuse them, are switched off.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pmlf.audit.neighbours import Audited
+from pmlf.audit.neighbours import AuditedModel
 from pmlf.basics.batches import tensors_of
 from pmlf.mechanism.points import Point, Points
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelControl:
-    """A broken variant of a model that is audited."""
+    """A broken variant of an audited model: its name, its fault, and the function that makes it."""
 
     name: str
     broken: str
-    breaks: Callable[[Audited], Audited]
+    breaks: Callable[[AuditedModel], AuditedModel]
 
 
-def _batch_centred(audited: Audited) -> Audited:
-    """Inputs less their mean over the batch: one record far away moves all the others."""
+def _batch_centred(audited: AuditedModel) -> AuditedModel:
+    """Subtract the batch mean from the inputs: one extreme record changes all others."""
     if not any(tensor.is_floating_point() for tensor in tensors_of(audited.examples)):
-        raise ValueError("the control batch-centring needs floating-point inputs: give a dataset of images")
+        raise ValueError("the control batch-centring needs floating-point inputs: audit a model for images")
 
     def loss_fn(model: nn.Module, batch: Any) -> Any:
         centred = copy.deepcopy(batch)
@@ -42,8 +42,8 @@ def _batch_centred(audited: Audited) -> Audited:
     return replace(audited, loss_fn=loss_fn, checked=False)
 
 
-def _class_weighted(audited: Audited) -> Audited:
-    """Losses weighted by n / (classes * count), all of the batch: with a class more, all the others weigh less."""
+def _class_weighted(audited: AuditedModel) -> AuditedModel:
+    """Weight losses by n / (classes * count), counted in the batch: a new class changes the weights of all others."""
     _labels(audited.examples)
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
@@ -58,17 +58,17 @@ def _class_weighted(audited: Audited) -> Audited:
 def _labels(batch: Any) -> Tensor:
     found = [tensor for tensor in tensors_of(batch) if tensor.ndim == 1 and tensor.dtype == torch.int64]
     if not found:
-        raise ValueError("the control class-weights needs labels: give a dataset whose batches have whole numbers")
+        raise ValueError("the control class-weights needs labels: give batches with an int64 tensor of shape (N,)")
     return found[-1]
 
 
-def _clipped_per_point(audited: Audited) -> Audited:
-    """Every point's gradient clipped on its own and added with weight one: k records' worth of one."""
+def _clipped_per_point(audited: AuditedModel) -> AuditedModel:
+    """Clip the gradient at each point and add them with weight one: one record counts k times."""
     points = audited.method.points.points
     if len(points) < 2:
         raise ValueError(
-            f"the control clip-per-point needs a method with several points, and {audited.method.name} has one: give "
-            "dp-pmlf with k=2 or more"
+            f"the control clip-per-point needs a method with several evaluation points, and {audited.method.name} has "
+            "one: give dp-pmlf with k=2 or more"
         )
 
     def alone(point: Point) -> Points:
@@ -80,17 +80,17 @@ def _clipped_per_point(audited: Audited) -> Audited:
 MODEL_CONTROLS: tuple[ModelControl, ...] = (
     ModelControl(
         name="batch-centring",
-        broken="inputs less their mean over the batch, the checks of independent samples put aside",
+        broken="subtracts the batch mean from the inputs; the checks are switched off",
         breaks=_batch_centred,
     ),
     ModelControl(
         name="class-weights",
-        broken="losses weighted by how rare their classes are in the batch, the checks put aside",
+        broken="weights losses by the class counts in the batch; the checks are switched off",
         breaks=_class_weighted,
     ),
     ModelControl(
         name="clip-per-point",
-        broken="each point's gradient clipped, then added with weight one: a record moves the sum by k C",
+        broken="clips the gradient at each point and adds them with weight one: a record moves the sum by k C",
         breaks=_clipped_per_point,
     ),
 )

@@ -1,7 +1,6 @@
-"""Moves of a hill climb over batches: small and wild changes of a record, of the others, and of who they are.
+"""Moves of the hill climb: random changes of the record and of the other records in its batch.
 
-Floating-point values may become anything. Whole numbers (labels, tokens, masks) stay within the range that the examples
-have, as a dataset's would.
+Floating-point values may become anything. Integers (labels, tokens, masks) stay within the range of the examples.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ _HUGE = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """What the examples hold in one of a batch's tensors."""
+    """The values of the examples in one tensor of a batch."""
 
     least: float
     most: float
-    values: Tensor  # of every example, flat, to copy from
+    values: Tensor  # all of them, flat, to copy from
 
 
 def ranges(examples: Any) -> list[Range]:
-    """The range of every tensor of a batch, in order."""
+    """The range of each tensor of a batch, in order."""
     found = []
     for tensor in tensors_of(examples):
         values = tensor.reshape(-1)
@@ -40,7 +39,7 @@ def ranges(examples: Any) -> list[Range]:
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """A batch after a move, the move's name, and whether records other than the last were changed."""
+    """A batch after a move, the name of the move, and whether it changed records other than the last."""
 
     batch: Any
     name: str
@@ -48,9 +47,9 @@ class Moved:
 
 
 def move(batch: Any, seen: list[Range], generator: torch.Generator) -> Moved:
-    """The batch after a random move: of the last record, which the search is about, of another, or of all others."""
+    """Apply a random move: to the last record (the one the search is about), to another one, or to all others."""
     size = batch_size(batch)
-    scope = _chance(generator) if size > 1 else 0.0
+    scope = _uniform(generator) if size > 1 else 0.0
     if scope < 0.5:
         return _moved(batch, slice(size - 1, size), "", seen, generator)
     if scope < 0.75:
@@ -67,12 +66,12 @@ def move(batch: Any, seen: list[Range], generator: torch.Generator) -> Moved:
 
 
 def _moved(batch: Any, rows: slice, whose: str, seen: list[Range], generator: torch.Generator) -> Moved:
-    """One tensor of the batch changed at some rows, by a random move for its kind."""
+    """Change some rows of one tensor of the batch, by a random move for its dtype."""
     batch = copy.deepcopy(batch)
     tensors = list(tensors_of(batch))
     chosen = _below(len(tensors), generator)
     part = tensors[chosen][rows]
-    moves = _OF_NUMBERS if part.is_floating_point() else _OF_WHOLE_NUMBERS
+    moves = _FLOAT_MOVES if part.is_floating_point() else _INTEGER_MOVES
     name = list(moves)[_below(len(moves), generator)]
     values = moves[name](part.reshape(-1).cpu(), seen[chosen], generator)
     part.copy_(values.reshape(part.shape))
@@ -83,7 +82,7 @@ _Change = Callable[[Tensor, Range, torch.Generator], Tensor]
 
 
 def _scaled(values: Tensor, seen: Range, generator: torch.Generator) -> Tensor:
-    power = 2 * _chance(generator) - 1
+    power = 2 * _uniform(generator) - 1
     return values * 10.0 ** (_LARGEST_POWER * power * abs(power))  # small powers more often than large ones
 
 
@@ -110,13 +109,13 @@ def _zeroed(values: Tensor, seen: Range, generator: torch.Generator) -> Tensor:
 
 
 def _copied(values: Tensor, seen: Range, generator: torch.Generator) -> Tensor:
-    """Values of the examples, at random places."""
+    """Values of the examples, in random places."""
     places = torch.randint(len(seen.values), values.shape, generator=generator)
     return torch.where(_some(values, generator), seen.values.cpu()[places], values)
 
 
 def _levelled(values: Tensor, seen: Range, generator: torch.Generator) -> Tensor:
-    """One value of the examples everywhere."""
+    """A single value of the examples, everywhere."""
     return seen.values.cpu()[_below(len(seen.values), generator)].expand_as(values)
 
 
@@ -125,7 +124,7 @@ def _redrawn(values: Tensor, seen: Range, generator: torch.Generator) -> Tensor:
     return torch.where(_some(values, generator), drawn.to(values.dtype), values)
 
 
-_OF_NUMBERS: dict[str, _Change] = {
+_FLOAT_MOVES: dict[str, _Change] = {
     "scale": _scaled,
     "add Gaussians": _perturbed,
     "add signs": _pushed,
@@ -135,7 +134,7 @@ _OF_NUMBERS: dict[str, _Change] = {
     "copy values of other records": _copied,
     "make constant": _levelled,
 }
-_OF_WHOLE_NUMBERS: dict[str, _Change] = {
+_INTEGER_MOVES: dict[str, _Change] = {
     "redraw labels or tokens": _redrawn,
     "copy labels or tokens of other records": _copied,
     "make labels or tokens constant": _levelled,
@@ -143,19 +142,19 @@ _OF_WHOLE_NUMBERS: dict[str, _Change] = {
 
 
 def _some(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Which values to change: all of them, or each by a coin of a random bias, and one at least."""
-    if len(values) == 1 or _chance(generator) < 0.4:
+    """Which values to change: all, or each with one random probability; always at least one."""
+    if len(values) == 1 or _uniform(generator) < 0.4:
         return torch.ones(values.shape, dtype=torch.bool)
-    chosen = torch.rand(values.shape, generator=generator) < _chance(generator)
+    chosen = torch.rand(values.shape, generator=generator) < _uniform(generator)
     chosen[_below(len(values), generator)] = True
     return chosen
 
 
 def _spread(seen: Range, generator: torch.Generator) -> float:
-    return (seen.most - seen.least or 1.0) * 10.0 ** (5 * _chance(generator) - 3)
+    return (seen.most - seen.least or 1.0) * 10.0 ** (5 * _uniform(generator) - 3)
 
 
-def _chance(generator: torch.Generator) -> float:
+def _uniform(generator: torch.Generator) -> float:
     return float(torch.rand((), generator=generator))
 
 

@@ -1,7 +1,7 @@
-"""A model as the audit sees it: the sums that its private steps release of two batches that differ by one record.
+"""The model under audit: what its private steps release for two batches that differ by one record.
 
-Everything runs through `PrivateStep` on a copy of the model. The expected batch size is declared to be 1, which only
-scales what is released, so that a gradient without noise and filter is the clipped sum itself.
+Everything runs through `PrivateStep` on a copy of the model. The expected batch size is 1, so a release without noise
+and filter is the clipped sum itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pmlf.basics.batches import batch_size, select, tensors_of, to_dtype
-from pmlf.engine.capture import LossFunction
+from pmlf.engine.passes import LossFunction
 from pmlf.mechanism.filters import LowPass
 from pmlf.mechanism.noise import SeededRandomness, Stream
 from pmlf.methods import Method
@@ -25,13 +25,15 @@ from pmlf.step import PrivateStep
 
 Neighbour = Literal["left out", "replaced"]
 
-_STRIDE, _SHORTEST_STRIDE = 0.1, 0.002  # of an update: relative to the parameters, and for each where they are zero
+_STRIDE, _SHORTEST_STRIDE = 0.1, 0.002  # length of an update: relative to the parameters, and per parameter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audited:
-    """A model and its loss under a method, with a batch of examples. `parts` and `checked` are for broken variants:
-    steps of several methods whose releases are added up, and without the library's checks."""
+class AuditedModel:
+    """A model, its loss, a method and a batch of examples.
+
+    `parts` and `checked` are for broken variants: several methods whose releases are added up, and no checks.
+    """
 
     model: nn.Module
     loss_fn: LossFunction
@@ -41,19 +43,21 @@ class Audited:
     parts: tuple[Method, ...] = ()
     checked: bool = True
 
-    def without_checks(self) -> Audited:
-        """The same where what is released is measured, and was checked before."""
+    def without_checks(self) -> AuditedModel:
+        """A copy for which the library's checks are off."""
         return replace(self, checked=False)
 
-    def in_double(self) -> Audited:
-        """The same in float64."""
+    def in_double(self) -> AuditedModel:
+        """A copy in float64."""
         wide = copy.deepcopy(self.model).double()
         return replace(self, model=wide, examples=to_dtype(self.examples, torch.float64))
 
 
 class RunRandomness(SeededRandomness):
-    """Streams of one run after another: `run` numbers the one under way, so that a step put back to its start draws
-    anew, and an observer's step of the same run draws the same dropout."""
+    """Separate random streams for each run. `run` is the number of the current run.
+
+    A step that is reset for the next run draws new noise. The observer's step in the same run draws the same dropout.
+    """
 
     run = 0
 
@@ -62,8 +66,8 @@ class RunRandomness(SeededRandomness):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
-    """Where a run is: released values, which an observer has too."""
+class Snapshot:
+    """The state of a run between two releases. All of it is public."""
 
     releases: int
     parameters: Sequence[Tensor]
@@ -71,11 +75,11 @@ class Moment:
 
 
 class Releases:
-    """What the private steps of an audited model release, on a copy of it in training or in eval mode."""
+    """Releases of an audited model, computed on a copy of it in training or eval mode."""
 
     def __init__(
         self,
-        audited: Audited,
+        audited: AuditedModel,
         *,
         training: bool,
         randomness: RunRandomness,
@@ -95,7 +99,7 @@ class Releases:
         ]
         self._blank = [step.state_dict() for step in self._steps]
 
-    def _step(self, audited: Audited, method: Method, noise: float, randomness: RunRandomness) -> PrivateStep:
+    def _step(self, audited: AuditedModel, method: Method, noise: float, randomness: RunRandomness) -> PrivateStep:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="noise_multiplier=0")
             return PrivateStep(
@@ -110,7 +114,7 @@ class Releases:
             )
 
     def of(self, batch: Any, weights: Tensor) -> Tensor:
-        """One release of a logical batch, as a vector; `weights` multiply its samples' losses."""
+        """Release one batch and return the result as a vector. `weights` multiply the losses of its samples."""
         total: Tensor | None = None
         for step in self._steps:
             try:
@@ -126,7 +130,7 @@ class Releases:
         return total
 
     def update(self, gradient: Tensor) -> None:
-        """Move the parameters along a release by a tenth of their norm: an update of no method's own scale."""
+        """Move the parameters against a release, by a tenth of their norm."""
         trained = self._steps[0].trained
         count = sum(parameter.numel() for parameter in trained)
         norm = math.sqrt(sum(float(parameter.detach().double().square().sum()) for parameter in trained))
@@ -136,23 +140,24 @@ class Releases:
             parameter.data.sub_((scale * part).reshape(parameter.shape).to(parameter))
 
     @property
-    def now(self) -> Moment:
-        return Moment(
+    def now(self) -> Snapshot:
+        """The current state."""
+        return Snapshot(
             releases=self._steps[0].releases,
             parameters=[parameter.detach().clone() for parameter in self._steps[0].trained],
             histories=[step.state_dict()["history"] for step in self._steps],
         )
 
-    def go_to(self, moment: Moment) -> None:
-        """Parameters, past iterates and the count of releases as they were; filters, if any, are at their start."""
-        for parameter, value in zip(self._steps[0].trained, moment.parameters, strict=True):
+    def go_to(self, snapshot: Snapshot) -> None:
+        """Restore parameters, past iterates and the number of releases. Filters restart from zero."""
+        for parameter, value in zip(self._steps[0].trained, snapshot.parameters, strict=True):
             parameter.data.copy_(value)
-        for step, blank, history in zip(self._steps, self._blank, moment.histories, strict=True):
-            step.load_state_dict({**blank, "releases": moment.releases, "history": history})
+        for step, blank, history in zip(self._steps, self._blank, snapshot.histories, strict=True):
+            step.load_state_dict({**blank, "releases": snapshot.releases, "history": history})
 
-    def without_last(self, batch: Any, moment: Moment, neighbour: Neighbour) -> Tensor:
-        """The sum without the last record; or with a copy of the first in its place whose loss is taken times 0."""
-        self.go_to(moment)
+    def without_last(self, batch: Any, snapshot: Snapshot, neighbour: Neighbour) -> Tensor:
+        """The sum without the last record: "left out", or "replaced" by a copy of the first with loss weight 0."""
+        self.go_to(snapshot)
         size = batch_size(batch)
         if neighbour == "left out":
             return self.of(select(batch, slice(0, size - 1)), torch.ones(size - 1))
@@ -163,23 +168,24 @@ class Releases:
         weights[-1] = 0.0
         return self.of(stand_in, weights)
 
-    def with_last(self, batch: Any, moment: Moment) -> Tensor:
-        self.go_to(moment)
+    def with_last(self, batch: Any, snapshot: Snapshot) -> Tensor:
+        """The sum with all records."""
+        self.go_to(snapshot)
         return self.of(batch, torch.ones(batch_size(batch)))
 
 
-def walk(releases: Releases, examples: Any, steps: int) -> list[Moment]:
-    """The moments of a short run on the examples, the first of them at the model as it is."""
-    moments = [releases.now]
+def short_run(releases: Releases, examples: Any, steps: int) -> list[Snapshot]:
+    """Snapshots of a short run on the examples. The first is the initial state."""
+    snapshots = [releases.now]
     weights = torch.ones(batch_size(examples))
     for _ in range(steps - 1):
         releases.update(releases.of(examples, weights))
-        moments.append(releases.now)
-    return moments
+        snapshots.append(releases.now)
+    return snapshots
 
 
 def _weighted(loss_fn: LossFunction) -> LossFunction:
-    """The loss of (records, weights): each sample's times its weight. What is no loss a sample is left as it is."""
+    """A loss of (records, weights): each sample's loss times its weight. Other values stay unchanged."""
 
     def weighted(model: nn.Module, batch: tuple[Any, Tensor]) -> list[Any]:
         records, weights = batch

@@ -1,4 +1,4 @@
-"""`audit_method` and `audit_control`: what is claimed, what was measured, and whether the claim stands."""
+"""`audit_method` and `audit_control`: the claim, the measured bounds, and whether they refute the claim."""
 
 from __future__ import annotations
 
@@ -10,53 +10,68 @@ from typing import Any
 import numpy as np
 
 from pmlf.audit import bounds
-from pmlf.audit.canaries import Mechanism, Progress, Scores, audited_scores, unheard
+from pmlf.audit.canaries import Mechanism, ProgressCallback, Scores, audited_scores, no_progress
 from pmlf.audit.controls import Control
 from pmlf.basics.arguments import is_number, require_count, require_positive
 from pmlf.mechanism import accounting
 from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
 from pmlf.methods import Method, dpsgd, resolve
 
-_GUESSED = 20  # one in so many canaries is guessed
-_ONE_RUN_DELTA = (
-    1e-3  # of the claim's: the bound gives away 2 * canaries * delta, which at delta is more than it can afford
-)
-_SMALLEST_DELTA = 1e-10  # what the accountant can resolve
+_CANARIES_PER_GUESS = 20
+_ONE_RUN_DELTA = 1e-3  # relative to the claim's delta: the bound loses 2 * canaries * delta, too much at delta itself
+_SMALLEST_DELTA = 1e-10  # the smallest that the accountant resolves
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is claimed, and how hard to look."""
+class AuditSettings:
+    """The claim to test, and the effort of the audit.
+
+    Args:
+        epsilon: The claimed epsilon.
+        delta: The claimed delta.
+        steps: Steps of one run.
+        sample_rate: Probability that a step draws a record. The attack is strongest at 1.
+        canaries: Number of canaries; each takes part with probability 1/2.
+        guesses: Number of guesses of the one-run bound. None: one per 20 canaries.
+        confidence: Probability that each bound holds.
+        seed: Makes the audit reproducible. None: cryptographic randomness.
+        secure_noise: Audit the noise of `secure_noise=True`.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
 
     epsilon: float = 1.0
     delta: float = 1e-5
     steps: int = 4
     sample_rate: float = 1.0
-    canaries: int = 21_000  # half of them take part: more than 10,000 on either side, but for one time in 10^11
-    guesses: int | None = None  # of the one-run bound; None: one canary in twenty
+    canaries: int = 21_000  # more than 10,000 on each side, except with probability 1e-11
+    guesses: int | None = None
     confidence: float = 0.9999
     seed: int | None = None
     secure_noise: bool = False
 
     def __post_init__(self) -> None:
         require_positive("epsilon", self.epsilon, "it is the claim to test")
-        require_count("steps", self.steps, "it counts the releases of a run")
-        require_count("canaries", self.canaries, "half of them take part", least=100)
+        require_count("steps", self.steps, "it is the number of steps of a run")
+        require_count("canaries", self.canaries, "about half of them take part", least=100)
         if not (is_number(self.delta) and 1e-7 <= self.delta < 1.0):
-            raise ValueError(f"delta={self.delta} is not in [1e-7, 1): the one-run bound needs a thousandth of it")
+            raise ValueError(f"delta={self.delta} is not in [1e-7, 1): the one-run bound uses delta/1000")
         if not (is_number(self.sample_rate) and 0.0 < self.sample_rate <= 1.0):
-            raise ValueError(f"sample_rate={self.sample_rate} is not in (0, 1]: it is a record's chance to be drawn")
+            raise ValueError(
+                f"sample_rate={self.sample_rate} is not in (0, 1]: it is the probability of drawing a record"
+            )
         if not (is_number(self.confidence) and 0.5 <= self.confidence < 1.0):
-            raise ValueError(f"confidence={self.confidence} is not in [0.5, 1): 0.9999 lets one audit in 10,000 err")
+            raise ValueError(f"confidence={self.confidence} is not in [0.5, 1): 0.9999 means one wrong bound in 10,000")
         if self.guesses is not None:
-            require_count("guesses", self.guesses, "it counts canaries guessed", least=2)
+            require_count("guesses", self.guesses, "it is the number of canaries to guess", least=2)
             if self.guesses > self.canaries:
-                raise ValueError(f"guesses={self.guesses} is more than the canaries={self.canaries} there are")
+                raise ValueError(f"guesses={self.guesses} is more than canaries={self.canaries}: give fewer guesses")
         if self.seed is not None:
             require_count("seed", self.seed, "it makes the audit reproducible", least=0)
 
     def randomness(self, subject: str) -> Randomness:
-        """The operating system's, or of the seed and the subject: two audits of one seed do not share their luck."""
+        """Cryptographic randomness, or seeded: each subject then has its own streams."""
         if self.seed is None:
             return SecureRandomness()
         return SeededRandomness(SeededRandomness(self.seed).seed_for(f"audit of {subject}"))
@@ -64,7 +79,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A measured lower bound on epsilon at some delta, beside what is claimed there."""
+    """A measured lower bound on epsilon at one delta, and the epsilon claimed there."""
 
     name: str
     epsilon: float
@@ -77,18 +92,18 @@ class Bound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """One audit: the claim, the bounds, and the scores they come from."""
+class AuditReport:
+    """Result of an audit: the claim, the bounds, and the scores they come from."""
 
     subject: str
     noise_multiplier: float
-    settings: Settings
+    settings: AuditSettings
     bounds: tuple[Bound, ...]
     scores: Scores
 
     @property
     def refuted(self) -> bool:
-        """Whether some bound is above what is claimed: the mechanism is not what its accountant was told."""
+        """Whether a bound is above the claim: the implementation does not match the accounted mechanism."""
         return any(bound.refutes for bound in self.bounds)
 
     def to_json(self) -> dict[str, Any]:
@@ -105,16 +120,30 @@ class Report:
         }
 
 
-def audit_method(method: Method | str, settings: Settings, progress: Progress = unheard) -> Report:
-    """Lower bounds on the epsilon of a method as implemented, from canaries sent through `PrivateStep`.
+def audit_method(
+    method: Method | str, settings: AuditSettings, progress: ProgressCallback = no_progress
+) -> AuditReport:
+    """Measure lower bounds on the epsilon of a method's implementation, with canaries sent through `PrivateStep`.
 
-    The noise is what the accountant gives for the claimed epsilon. The bounds hold with the settings' confidence each;
-    a claim that stands is not proven, one that is refuted is wrong.
+    The noise is the accountant's for the claimed epsilon. A refuted claim is wrong. A claim that is not refuted is not
+    proven.
+
+    Args:
+        method: Name of a preset or a `pmlf.methods.Method`.
+        settings: The claim and the effort.
+        progress: Called with the fraction of the work done since the last call.
+
+    Returns:
+        The bounds. Each holds with probability `settings.confidence`.
+
+    >>> settings = AuditSettings(epsilon=4.0, canaries=200, seed=0)
+    >>> audit_method("dpsgd", settings).refuted
+    False
     """
     method = resolve(method)
     mechanism = claimed_mechanism(method, settings)
     scores = audited_scores(mechanism, settings.canaries, settings.randomness(method.name), progress)
-    guesses = settings.guesses or settings.canaries // _GUESSED
+    guesses = settings.guesses or settings.canaries // _CANARIES_PER_GUESS
     one_run_delta = max(_ONE_RUN_DELTA * settings.delta, _SMALLEST_DELTA)
     one_run = Bound(
         name="one run",
@@ -125,16 +154,16 @@ def audit_method(method: Method | str, settings: Settings, progress: Progress = 
     return report_of(method.name, mechanism, settings, scores, (one_run,))
 
 
-def audit_control(control: Control, settings: Settings, progress: Progress = unheard) -> Report:
-    """The same for a deliberately broken variant, which must be refuted."""
-    settings = Settings(**{**asdict(settings), "sample_rate": control.sample_rate, "steps": control.steps})
+def audit_control(control: Control, settings: AuditSettings, progress: ProgressCallback = no_progress) -> AuditReport:
+    """Audit a deliberately broken variant, which the audit must refute. Its sample rate and steps replace yours."""
+    settings = AuditSettings(**{**asdict(settings), "sample_rate": control.sample_rate, "steps": control.steps})
     mechanism = claimed_mechanism(dpsgd(), settings)
     scores = control.scores(mechanism, settings.canaries, settings.randomness(control.name), progress)
     return report_of(control.name, mechanism, settings, scores)
 
 
-def claimed_mechanism(method: Method, settings: Settings) -> Mechanism:
-    """What the settings claim of a method, with the noise that the accountant gives for it."""
+def claimed_mechanism(method: Method, settings: AuditSettings) -> Mechanism:
+    """The mechanism that the settings claim, with the accountant's noise for it."""
     noise_multiplier = accounting.noise_multiplier(
         target_epsilon=settings.epsilon,
         target_delta=settings.delta,
@@ -160,19 +189,19 @@ def _spent(mechanism: Mechanism, delta: float) -> float:
 
 
 def report_of(
-    subject: str, mechanism: Mechanism, settings: Settings, scores: Scores, more: tuple[Bound, ...] = ()
-) -> Report:
-    """The bounds that scores of two sides give, and `more`."""
+    subject: str, mechanism: Mechanism, settings: AuditSettings, scores: Scores, more: tuple[Bound, ...] = ()
+) -> AuditReport:
+    """The report of the bounds that follow from the scores, and of the bounds in `more`."""
     inside, outside = scores.inside, scores.outside
     measured = {"Clopper-Pearson": bounds.raw_epsilon(inside, outside, settings.delta, settings.confidence)}
-    if mechanism.sample_rate == 1.0:  # only then is the claim a Gaussian one
+    if mechanism.sample_rate == 1.0:  # only then is the claim Gaussian DP
         mu = bounds.gaussian_mu(inside, outside, settings.confidence)
         measured = {"Gaussian DP": bounds.gaussian_epsilon(mu, settings.delta), **measured}
     from_halves = tuple(
         Bound(name=name, epsilon=epsilon, delta=settings.delta, claimed=settings.epsilon)
         for name, epsilon in measured.items()
     )
-    return Report(
+    return AuditReport(
         subject=subject,
         noise_multiplier=mechanism.noise_multiplier,
         settings=settings,
@@ -181,9 +210,9 @@ def report_of(
     )
 
 
-def plot(reports: Sequence[Report], path: Path) -> None:
-    """Draw how the scores are distributed with and without the record, a panel an audit, into the image file `path`."""
-    from matplotlib.figure import Figure  # without pyplot: it needs no display and leaves no figure behind
+def plot(reports: Sequence[AuditReport], path: Path) -> None:
+    """Draw histograms of the scores with and without the record, one panel per audit, into the image file `path`."""
+    from matplotlib.figure import Figure  # instead of pyplot: no display needed, no global state
 
     columns = min(len(reports), 3)
     rows = -(-len(reports) // columns)

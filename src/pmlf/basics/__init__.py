@@ -1,1 +1,1 @@
-"""What every other package builds on: argument checks, what a batch is, files that are whole or absent."""
+"""What every other package builds on: argument checks, batches, and files that are written whole or not at all."""

@@ -1,23 +1,32 @@
-"""Checks of numbers that users give, each with an error of one sentence: what was given, what is allowed, why."""
+"""Checks of user-supplied values. Each error is one sentence: what was given, what is allowed, and what it means."""
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
-MOST = 10**9  # of anything that is counted: more is a slip, or would take forever
+MOST = 10**9  # the largest count accepted anywhere; a larger one is a typing error
 
 
 def plain(value: Any) -> Any:
-    """numpy's numbers as Python's, which JSON takes: they go into ledgers and certificates. The rest as it is."""
+    """Convert numpy numbers to Python numbers, which JSON can store; return anything else unchanged.
+
+    Ledgers and certificates store the numbers a user gives.
+
+    >>> import numpy as np
+    >>> plain(np.int64(3)), plain("three")
+    (3, 'three')
+    """
     if isinstance(value, (int, float)) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a real number that a float can hold: no truth value, text or tensor.
+    """Whether `value` is a real number that a float can hold. Booleans, strings and tensors are not.
 
     >>> is_number(0.5), is_number(True), is_number("0.5"), is_number(10**400)
     (True, False, False, False)
@@ -32,11 +41,21 @@ def is_number(value: Any) -> bool:
 
 
 def require_count(name: str, value: Any, meaning: str, *, least: int = 1, most: int = MOST) -> None:
-    """Raise ValueError unless `value` is a whole number from `least` to `most`.
+    """Check that an argument is a whole number from `least` to `most`.
 
-    >>> require_count("k", 0, "k counts iterates")
+    Args:
+        name: The argument's name, for the error.
+        value: The value given.
+        meaning: What the argument is, for the error.
+        least: The smallest value allowed.
+        most: The largest value allowed.
+
+    Raises:
+        ValueError: It is not.
+
+    >>> require_count("k", 0, "it counts iterates")
     Traceback (most recent call last):
-    ValueError: k=0 is not a whole number of at least 1: k counts iterates
+    ValueError: k=0 is not a whole number of at least 1: it counts iterates
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise ValueError(f"{name}={value!r} is not a whole number of at least {least}: {meaning}")
@@ -45,20 +64,57 @@ def require_count(name: str, value: Any, meaning: str, *, least: int = 1, most: 
 
 
 def require_positive(name: str, value: Any, meaning: str) -> None:
-    """Raise ValueError unless `value` is a positive, finite number."""
+    """Check that an argument is a positive, finite number.
+
+    Args:
+        name: The argument's name, for the error.
+        value: The value given.
+        meaning: What the argument is, for the error.
+
+    Raises:
+        ValueError: It is not.
+
+    >>> require_positive("clip_norm", -1.0, "it bounds one sample's gradient")
+    Traceback (most recent call last):
+    ValueError: clip_norm=-1.0 is not positive and finite: it bounds one sample's gradient
+    """
     if not is_number(value) or not 0.0 < value < math.inf:
         raise ValueError(f"{name}={value!r} is not positive and finite: {meaning}")
+
+
+def did_you_mean(given: Any, allowed: Iterable[str]) -> str:
+    """The end of an error about an unknown name: a suggestion if an allowed name is close, else nothing.
+
+    >>> did_you_mean("cifar-10", ["cifar10", "mnist"]), did_you_mean("adult", ["cifar10"])
+    (". Did you mean 'cifar10'?", '')
+    """
+    close = difflib.get_close_matches(given, list(allowed), n=1) if isinstance(given, str) else []
+    return f". Did you mean {close[0]!r}?" if close else ""
 
 
 def steps_of_epochs(epochs: float, records: int, batch_size: float) -> int:
     """T = ceil(epochs * n / B): the steps in which every record is drawn `epochs` times on average.
 
+    Args:
+        epochs: The number of epochs.
+        records: The number of records, n.
+        batch_size: The expected batch size, B.
+
+    Returns:
+        The number of steps, at least 1.
+
+    Raises:
+        ValueError: epochs or batch_size is not positive, or there would be more than 10^9 steps.
+
     >>> steps_of_epochs(2, 120, 50)
     5
     """
     require_positive("epochs", epochs, "an epoch is n / batch_size steps")
-    require_positive("batch_size", batch_size, "it is the expected number of samples a step")
+    require_positive("batch_size", batch_size, "it is the expected number of samples in a step")
     steps = float(epochs) * records / float(batch_size)
     if steps > MOST:
-        raise ValueError(f"epochs={epochs} at batch_size={batch_size} of {records} are {steps:.3g} steps: give less")
-    return max(math.ceil(steps - 1e-9), 1)  # 3 * 0.1 / 0.1 is 3 steps, not 4
+        raise ValueError(
+            f"epochs={epochs} at batch_size={batch_size} on {records} records makes {steps:.3g} steps, more than "
+            f"{MOST:g}: give fewer epochs or a larger batch_size"
+        )
+    return max(math.ceil(steps - 1e-9), 1)  # 3 * 0.1 / 0.1 is 3 steps in spite of rounding

@@ -1,4 +1,7 @@
-"""What a batch is: tensors whose axis 0 counts samples, in tuples, lists, mappings or alone."""
+"""Batches: a tensor, or a tuple, list or mapping of tensors, whose axis 0 counts samples.
+
+A list without tensors holds one value per sample: `["a", "b"]` in a batch of two.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,11 @@ from torch import Tensor
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """Every tensor in a batch, in order."""
+    """Every tensor in a batch, in order.
+
+    >>> [tuple(tensor.shape) for tensor in tensors_of((torch.zeros(2, 3), {"y": torch.zeros(2)}))]
+    [(2, 3), (2,)]
+    """
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, (tuple, list)):
@@ -40,7 +47,16 @@ def untensored(batch: Any) -> Iterator[Any]:
 
 
 def batch_size(batch: Any) -> int:
-    """The number of samples: the length of axis 0, which every tensor of the batch must share.
+    """The number of samples: the length of axis 0, which all tensors of the batch share.
+
+    Args:
+        batch: A tensor, or a tuple, list or mapping of tensors.
+
+    Returns:
+        The number of samples.
+
+    Raises:
+        ValueError: There is no tensor, lengths differ, a value belongs to no sample, or a tensor is sparse or meta.
 
     >>> batch_size((torch.zeros(3, 2), {"label": torch.zeros(3)}))
     3
@@ -49,29 +65,33 @@ def batch_size(batch: Any) -> int:
     sizes = {tensor.shape[0] if tensor.ndim else None for tensor in tensors}
     if not sizes:
         raise ValueError(
-            f"the batch ({type(batch).__name__}) holds no tensor: give a tensor, or a tuple, list or dict of tensors "
+            f"the batch ({type(batch).__name__}) holds no tensor: give a tensor, or a tuple, list or dict of tensors, "
             "whose axis 0 counts samples"
         )
     if len(sizes) > 1 or None in sizes:
         axes = [tensor.ndim for tensor in tensors]
         raise ValueError(
-            f"the batch's tensors, with {axes} axes, have different lengths: axis 0 of every one must count samples; "
-            "keep what is not per sample out of the batch"
+            f"the batch's tensors, with {axes} axes, have different lengths: axis 0 of each must count samples; keep "
+            "values that are not per sample out of the batch"
         )
     for value in whole_values(batch):
         raise ValueError(
-            f"the batch holds a {type(value).__name__} that is one for all samples, and may follow from them: keep it "
-            "out of the batch, or make it a tensor whose axis 0 counts samples"
+            f"the batch holds a {type(value).__name__} that all samples share, and that may be computed from them: "
+            "keep it out of the batch, or make it a tensor whose axis 0 counts samples"
         )
     if any(tensor.layout != torch.strided or tensor.device.type == "meta" for tensor in tensors):
-        raise ValueError("the batch holds a sparse tensor, or one without values (meta): give dense tensors")
+        raise ValueError("the batch holds a sparse or a meta tensor: give dense tensors with values")
     size = sizes.pop()
     assert size is not None
     return size
 
 
 def whole_values(batch: Any) -> Iterator[Any]:
-    """Numbers, truth values and texts in a batch that are one for all samples; lists hold one value a sample."""
+    """Numbers, booleans and strings in a batch that all samples share.
+
+    >>> list(whole_values({"x": torch.zeros(2), "names": ["a", "b"], "temperature": 0.5}))
+    [0.5]
+    """
     if isinstance(batch, Mapping):
         for value in batch.values():
             yield from whole_values(value)
@@ -86,7 +106,7 @@ Signature = tuple[Any, ...]
 
 
 def signature(batch: Any) -> Signature:
-    """The form of a batch: containers and keys, and tensors' shapes and dtypes without the number of samples."""
+    """The structure of a batch: its containers and keys, and each tensor's shape and dtype without axis 0."""
     if isinstance(batch, Tensor):
         return tuple(batch.shape[1:]), batch.dtype
     if isinstance(batch, Mapping):
@@ -97,7 +117,10 @@ def signature(batch: Any) -> Signature:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one kind hold the same, NaN counted: `.data` changes a tensor without a new version."""
+    """Whether two tensors hold the same bits, NaN included.
+
+    A tensor's version counter does not show a write through `.data`; its bits do.
+    """
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     dense = (
@@ -114,12 +137,16 @@ def same_batches(one: Any, other: Any) -> bool:
 
 
 def select(batch: Any, chosen: slice) -> Any:
-    """Some of a batch's samples, as a batch of the same form; lists without tensors count as one value a sample."""
+    """The samples in a slice, as a batch of the same structure.
+
+    >>> select({"x": torch.arange(4), "names": ["a", "b", "c", "d"]}, slice(1, 3))
+    {'x': tensor([1, 2]), 'names': ['b', 'c']}
+    """
     return _mapped(batch, lambda tensor: tensor[chosen], lambda values: values[chosen])
 
 
 def picked(batch: Any, indices: Sequence[int]) -> Any:
-    """The samples with these numbers, in this order, as a batch of the same form.
+    """The samples with these indices, in this order, as a batch of the same structure.
 
     >>> picked((torch.arange(3), ["a", "b", "c"]), [2, 2, 0])
     (tensor([2, 2, 0]), ['c', 'c', 'a'])
@@ -131,7 +158,7 @@ def picked(batch: Any, indices: Sequence[int]) -> Any:
 
 
 def refilled(batch: Any, tensors: Iterable[Tensor]) -> Any:
-    """A batch of the same form with other tensors in place of its own, in their order.
+    """The batch with its tensors replaced, in order.
 
     >>> refilled({"x": torch.zeros(2), "y": None}, [torch.ones(1)])
     {'x': tensor([1.]), 'y': None}
@@ -141,7 +168,7 @@ def refilled(batch: Any, tensors: Iterable[Tensor]) -> Any:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """One batch of several of the same form; its values that are no tensors are the first one's.
+    """Concatenate batches of one structure. Values that are not tensors are taken from the first.
 
     >>> joined([(torch.zeros(1),), (torch.ones(2),)])
     (tensor([0., 1., 1.]),)
@@ -150,7 +177,7 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def without(batch: Any, index: int) -> Any:
-    """The batch less one of its samples.
+    """The batch without one sample.
 
     >>> without((torch.arange(3), ["a", "b", "c"]), 1)
     (tensor([0, 2]), ['a', 'c'])
@@ -163,7 +190,7 @@ def without(batch: Any, index: int) -> Any:
 
 
 def first_repeated(batch: Any) -> Any:
-    """A batch of the same size whose samples are all its first one.
+    """A batch of the same size in which every sample is the first one.
 
     >>> first_repeated((torch.arange(3), ["a", "b", "c"]))
     (tensor([0, 0, 0]), ['a', 'a', 'a'])
@@ -176,10 +203,14 @@ def first_repeated(batch: Any) -> Any:
 
 
 def synthetic(batch: Any, seed: int) -> Any:
-    """A batch of the same form, shapes and dtypes without anything of its values.
+    """A random batch of the same structure, shapes and dtypes, which holds nothing of the given values.
 
-    Numbers from 0 to 1, which targets may have to be; whole numbers 0 or 1, which are classes, tokens or a mask alike,
-    1 first in every row so that no row is masked out; bytes 0 to 255.
+    Floating-point values lie in [0, 1), bytes in 0 to 255. Integers are 0 or 1, so that they are valid as classes,
+    tokens and masks; each row starts with 1, so that no row is masked out.
+
+    >>> batch = synthetic((torch.full((2, 3), 9.0), torch.tensor([7, 8])), seed=0)
+    >>> bool(batch[0].max() < 1), bool(batch[1].max() <= 1)
+    (True, True)
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -197,14 +228,14 @@ def synthetic(batch: Any, seed: int) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on a device; the batch itself where they are there."""
+    """Move a batch's tensors to a device; the batch itself is returned if all are there."""
     if all(tensor.device == device for tensor in tensors_of(batch)):
         return batch
     return _mapped(batch, lambda tensor: tensor.to(device, non_blocking=True), lambda values: values)
 
 
 def to_dtype(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating-point tensors in another precision."""
+    """Convert a batch's floating-point tensors to another dtype."""
     return _mapped(
         batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, lambda values: values
     )
@@ -217,7 +248,7 @@ def _mapped(batch: Any, on_tensor: Callable[[Tensor], Tensor], on_values: Callab
         mapped = {key: _mapped(value, on_tensor, on_values) for key, value in batch.items()}
         if not isinstance(batch, MutableMapping):
             return mapped
-        made = copy.copy(batch)  # keeps the type, whatever its constructor takes
+        made = copy.copy(batch)  # keeps the type, whatever arguments its constructor takes
         made.update(mapped)
         return made
     if isinstance(batch, (tuple, list)):

@@ -1,20 +1,19 @@
-"""Files that are there whole or not at all, and who may read them.
+"""Atomic writes, and who may read a file.
 
-A file is written beside its place, forced to the disk and renamed into it.
+A file is written under a temporary name, forced to the disk, and renamed. Readers see the whole file or none.
 
-What derives from private records before the noise is for the user alone: files have the mode 0600 and folders 0700 from
-the moment they exist, whatever the umask. This is the default, so that nothing is shown by being forgotten. It covers
+By default only the user can read what is written: files have mode 0600 and folders 0700 from the moment they exist,
+whatever the umask. This covers everything that depends on private records without noise:
 
-- checkpoints: a digest of the records with its key, by which anybody could test guesses of a record;
-- the cache: decoded records, and the key under which its names are digests of them (`pmlf.data.cache_folder`);
+- checkpoints: they hold a keyed digest of the records and its key, which let anyone test a guess of a record;
+- the cache: decoded records, and the key of the digests in its names (`pmlf.data.cache_folder`);
 - diagnostics.json, and a report that shows diagnostics;
-- metrics.jsonl, result.json, comparison.json: scores of records that no noise protects, on demand the training loss;
-- spec.json: a seed in it undoes the noise;
-- the folder of a run, which holds these.
+- metrics.jsonl, result.json and comparison.json: scores on unprotected records and, on demand, the training loss;
+- spec.json: with a seed, the noise can be subtracted;
+- the run folder, which holds these.
 
-`released=True` leaves a file to the umask. It is for what epsilon covers and what is made to be shown: weights,
-certificates, the record of a reproduction. Reports without diagnostics, pictures and benchmarks are written as the
-umask says, too: they hold nothing else.
+`released=True` applies the umask instead. It is for what epsilon covers and for what is meant to be shown: weights,
+certificates, the record of a reproduction. Reports without diagnostics, pictures and benchmarks follow the umask too.
 """
 
 from __future__ import annotations
@@ -31,18 +30,30 @@ _USER_FILE, _USER_FOLDER = 0o600, 0o700
 
 
 def partial_name(name: str) -> str:
-    """What a file of this name is called until it is whole; a stopped `write_atomically` leaves it."""
+    """The temporary name of a file; an interrupted `write_atomically` may leave a file of this name.
+
+    >>> partial_name("result.json")
+    '.result.json.partial'
+    """
     return f".{name}{_PARTIAL}"
 
 
 def write_json(path: Path, document: Mapping[str, Any], *, released: bool = False) -> None:
+    """Write a JSON document atomically; see `write_atomically`."""
     write_atomically(path, json.dumps(document, indent=2).encode() + b"\n", released=released)
 
 
 def write_atomically(path: Path, content: bytes, *, released: bool = False) -> None:
-    """The whole file or none of it, also after a loss of power; what was there before stays until then.
+    """Write a file completely or not at all, also across a power loss; until then, the old file stays.
 
-    The file is a new one, with its own permissions, whatever those of the file that it replaces were.
+    Args:
+        path: The file to write or replace.
+        content: Its content.
+        released: False gives the file mode 0600, True the mode that the umask allows. The mode of a file that is
+            replaced does not matter.
+
+    Raises:
+        OSError: The file cannot be written; an existing file is unchanged.
     """
     partial = path.with_name(partial_name(path.name))
     try:
@@ -54,13 +65,13 @@ def write_atomically(path: Path, content: bytes, *, released: bool = False) -> N
         partial.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        with suppress(OSError):  # what went wrong first is what to tell
+        with suppress(OSError):  # the first error is the one to report
             partial.unlink(missing_ok=True)
         raise unwritable(path, error) from error
 
 
 def new_file(path: Path, *, released: bool = False) -> BinaryIO:
-    """A file to write to that was not there before: nothing planted in its place, a link say, is opened."""
+    """Create a file and open it for writing; an existing file or symbolic link is an error, never followed."""
     return path.open("xb") if released else open(path, "xb", opener=_for_the_user)
 
 
@@ -69,12 +80,12 @@ def _for_the_user(path: str, flags: int) -> int:
 
 
 def new_folder(path: Path) -> None:
-    """A folder for the user alone, in one that is there; what has its name already is an error."""
+    """Create a folder that only the user can read; its parent must exist, and the folder must not."""
     os.mkdir(path, _USER_FOLDER)
 
 
 def remove_flat(folder: Path) -> None:
-    """Remove a folder of plain files. Whatever else is in it, a folder or a link, stays, and the folder with it."""
+    """Remove a folder of plain files. Folders and links in it stay, and so does the folder then."""
     with suppress(OSError):
         if folder.is_symlink():
             return
@@ -85,7 +96,9 @@ def remove_flat(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Force the names in a folder to the disk: a renamed or new file is safe only then."""
+    """Force a folder's entries to the disk: only then does a new or renamed file survive a power loss."""
+    if os.name == "nt":  # Windows opens no folders, and keeps their entries by itself
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -94,6 +107,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> OSError:
-    """One sentence for a full disk, a read-only folder and the like; the class of the error stays."""
-    sentence = f"{str(path)!r} cannot be written ({error.strerror}): make room or another place for it"
-    return type(error)(f"{sentence}; what was there before is unchanged")
+    """An error of the same class that says in one sentence which file cannot be written, and why."""
+    sentence = f"{str(path)!r} cannot be written ({error.strerror}): free disk space or choose another folder"
+    return type(error)(f"{sentence}; an existing file is unchanged")

@@ -1,1 +1,1 @@
-"""Side by side: what a private gradient costs in time and memory, against a plain one and against other ways to it."""
+"""Benchmark: time and memory of private gradients, compared with plain gradients and other libraries."""

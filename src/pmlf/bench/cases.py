@@ -1,4 +1,4 @@
-"""What is measured: models with random weights, and random batches of the sizes that they are trained with."""
+"""Cases of the benchmark: models with random weights, and random batches of realistic sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor]  # inputs, classes
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model and its batch. `imports` are the modules that count as imports, not as the model's memory."""
+    """A model and its batch. The memory of the modules in `imports` does not count as the model's."""
 
     name: str
     batch: int
@@ -26,15 +26,15 @@ class Case:
     build: Callable[[], nn.Module]
     inputs: Callable[[int], Tensor]
     images: bool = False
-    micro_batches: int = 1  # of a whole step, whose size is then micro_batches * batch
+    micro_batches: int = 1  # of a whole step
     imports: tuple[str, ...] = ()
 
     def samples(self, scale: float = 1.0) -> int:
-        """Batch size, scaled."""
+        """The scaled batch size."""
         return max(1, round(self.batch * scale))
 
     def prepare(self, scale: float = 1.0) -> tuple[nn.Module, Batch]:
-        """Model and batch, the same in every process."""
+        """Build the model and the batch. They are the same in every process."""
         torch.manual_seed(SEED)
         model = self.build().train()
         samples = self.samples(scale)
@@ -42,7 +42,7 @@ class Case:
 
 
 def losses(model: nn.Module, batch: Batch) -> Tensor:
-    """One loss a sample: the same for every case and contender."""
+    """The loss of each sample, the same for all cases and contenders."""
     inputs, classes = batch
     return F.cross_entropy(model(inputs), classes, reduction="none")
 
@@ -60,7 +60,7 @@ def _image_model(name: str, *, batch: int, size: int = 32, channels: int = 3, mi
 
 
 class _Classifier(nn.Module):
-    """A Hugging Face classifier that returns its logits as a tensor, as the other models do."""
+    """A Hugging Face classifier that returns its logits as a tensor, like the other models."""
 
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ _VOCABULARY, _SPECIAL_TOKENS = 50265, 5
 
 
 def _roberta() -> nn.Module:
-    """RoBERTa-base in size, with random weights: nothing is downloaded. No dropout: all take the same gradient."""
+    """RoBERTa-base with random weights, so that nothing is downloaded, and no dropout, so that all gradients agree."""
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
     config = RobertaConfig(
@@ -88,7 +88,7 @@ def _roberta() -> nn.Module:
 
 
 class _Stack(nn.Module):
-    """Two transformer blocks over tokens that are vectors already, then a classifier on their mean."""
+    """Two transformer blocks on embedded tokens, and a classifier on their mean."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class _Stack(nn.Module):
 
 
 def stack(width: int, length: int) -> Case:
-    """A small transformer on `length` tokens of `width` numbers: what growth is measured on."""
+    """A small transformer on `length` tokens of size `width`, for measurements of growth."""
     return Case(
         name=f"stack-{width}x{length}",
         batch=32,
@@ -129,7 +129,7 @@ CASES: dict[str, Case] = {
     )
 }
 WIDTHS, LENGTHS = (64, 128, 256, 512), (16, 32, 64, 128, 256)
-STACK_WIDTH, STACK_LENGTH = 128, 64  # where the other one is varied
+STACK_WIDTH, STACK_LENGTH = 128, 64  # while the other one varies
 STACKS: dict[str, Case] = {
     case.name: case
     for case in (
@@ -140,8 +140,8 @@ STACKS: dict[str, Case] = {
 
 
 def find(name: str) -> Case:
-    """The case of that name."""
+    """The case with this name. Raises ValueError if there is none."""
     known = {**CASES, **STACKS}
     if name not in known:
-        raise ValueError(f"unknown case {name!r}: choose from {', '.join(CASES)}")
+        raise ValueError(f"unknown case {name!r}: give one of {', '.join(CASES)}")
     return known[name]

@@ -1,7 +1,7 @@
-"""Who is measured: the ways to a plain gradient, and those to a sum of clipped per-sample gradients.
+"""Contenders of the benchmark: ways to compute a plain gradient, or a sum of clipped per-sample gradients.
 
-Every private one starts at the same weights with the same batch and clip norm, and k evaluation points coincide because
-the weights never move: so all must arrive at the same clipped sum, and its norm is recorded to see that they do.
+All private contenders have the same weights, batch and clip norm. The weights never change, so the k evaluation points
+are equal. All must compute the same clipped sum; its norm is recorded to check this.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pmlf.bench.cases import Batch, losses
 from pmlf.methods import Method
 
 CLIP_NORM = 1.0
-_FAINT = 1e-9  # noise that takes as long to draw as any, and leaves the clipped sum readable
+_TINY_NOISE = 1e-9  # takes as long to draw as any noise, and leaves the clipped sum readable
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """A contender with its model. `gradient` and `release` are timed; they return the clipped sum where they can."""
+    """A contender with its model. `gradient` and `release` are timed. They return the clipped sum if they have it."""
 
     gradient: Callable[[], Sequence[Tensor]]
     release: Callable[[], Sequence[Tensor]] | None = None
@@ -32,7 +32,7 @@ class Runner:
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A way to a gradient: prepare(model, batch, micro-batches of a step)."""
+    """A way to compute a gradient: prepare(model, batch, micro-batches per step)."""
 
     name: str
     prepare: Callable[[nn.Module, Batch, int], Runner]
@@ -51,12 +51,12 @@ def _plain(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
 def _plain_channels_last(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
     inputs, classes = batch
     layout = torch.channels_last
-    model.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stubs know no module's memory format
+    model.to(memory_format=layout)  # type: ignore[call-overload]  # missing in torch's stubs
     return _plain(model, (inputs.contiguous(memory_format=layout), classes), micro_batches)
 
 
 def _without_in_place(model: nn.Module) -> nn.Module:
-    """Opacus' hooks refuse in-place activations: it gets the same model without them."""
+    """The model without in-place activations, which the hooks of Opacus refuse."""
     for module in model.modules():
         if isinstance(module, nn.ReLU):
             module.inplace = False
@@ -64,12 +64,12 @@ def _without_in_place(model: nn.Module) -> nn.Module:
 
 
 def _opacus(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
-    """Hooks: grad_sample of every parameter, then what DPOptimizer does with it before it adds noise."""
+    """Opacus with hooks: grad_sample of every parameter, then clipping and summing by DPOptimizer."""
     from opacus.grad_sample import GradSampleModule
     from opacus.optimizers import DPOptimizer
 
     samples = len(batch[1])
-    module = GradSampleModule(_without_in_place(model), strict=False)  # strict mode refuses RoBERTa's constants
+    module = GradSampleModule(_without_in_place(model), strict=False)  # strict mode refuses RoBERTa's buffers
     optimizer = DPOptimizer(
         torch.optim.SGD(module.parameters(), lr=0.1),
         noise_multiplier=0.0,
@@ -86,7 +86,7 @@ def _opacus(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
 
 
 def _opacus_ghost(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
-    """Ghost clipping: a backward pass for the norms, another one for the sum of the rescaled losses' gradients."""
+    """Opacus with ghost clipping: one backward pass for the norms, one for the gradient of the rescaled losses."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
@@ -109,14 +109,14 @@ def _opacus_ghost(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
 
 
 def _vmap(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
-    """torch.func: per-sample gradients by vmap, all of them in memory."""
+    """torch.func: all per-sample gradients by vmap, in memory at once."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def loss(parameters: dict[str, Tensor], example: Tensor, target: Tensor) -> Tensor:
         logits = torch.func.functional_call(model, parameters, (example[None],))
         return F.cross_entropy(logits, target[None])
 
-    # dropout of probability 0 counts as randomness too
+    # vmap treats dropout with probability 0 as random
     per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0), randomness="different")
 
     def gradient() -> Sequence[Tensor]:
@@ -129,7 +129,7 @@ def _vmap(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
 
 
 def _pmlf(method: Method, *, whole_step: bool = False) -> Callable[[nn.Module, Batch, int], Runner]:
-    """One micro-batch and its release, or a whole step with the noise of a real run."""
+    """pmlf: one micro-batch and its release, or a whole step with realistic noise."""
 
     def prepare(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
         repeats = micro_batches if whole_step else 1
@@ -138,10 +138,10 @@ def _pmlf(method: Method, *, whole_step: bool = False) -> Callable[[nn.Module, B
             losses,
             method=method,
             clip_norm=CLIP_NORM,
-            noise_multiplier=1.0 if whole_step else _FAINT,
-            expected_batch_size=repeats * len(batch[1]) if whole_step else 1,  # 1: what is released is the sum
+            noise_multiplier=1.0 if whole_step else _TINY_NOISE,
+            expected_batch_size=repeats * len(batch[1]) if whole_step else 1,  # 1: the release is the clipped sum
         )
-        for _ in range(method.points.depth):  # of an empty batch each: then there are all the past iterates
+        for _ in range(method.points.depth):  # releases of empty batches, until all past iterates exist
             step.release()
         model.zero_grad(set_to_none=True)
 
@@ -152,7 +152,7 @@ def _pmlf(method: Method, *, whole_step: bool = False) -> Callable[[nn.Module, B
 
         def release() -> Sequence[Tensor]:
             step.release()
-            if whole_step:  # noisy and filtered: not the clipped sum
+            if whole_step:  # not the clipped sum, but noisy and filtered
                 return ()
             return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
@@ -167,7 +167,7 @@ def _momentum(k: int) -> Contender:
 
 PLAIN = ("plain", "plain-channels-last")
 OPACUS = ("opacus", "opacus-ghost")
-STEP = "pmlf-step"  # the one whose time is not that of one batch
+STEP = "pmlf-step"  # a whole step, whose time is not that of one batch
 _OPACUS_MODULES = ("opacus.grad_sample", "opacus.optimizers", "opacus.utils.fast_gradient_clipping_utils")
 CONTENDERS: dict[str, Contender] = {
     contender.name: contender
@@ -187,8 +187,8 @@ _GROWTH_ONLY = {"pmlf-k8": _momentum(8)}
 
 
 def find(name: str) -> Contender:
-    """The contender of that name."""
+    """The contender with this name. Raises ValueError if there is none."""
     known = {**CONTENDERS, **_GROWTH_ONLY}
     if name not in known:
-        raise ValueError(f"unknown contender {name!r}: choose from {', '.join(CONTENDERS)}")
+        raise ValueError(f"unknown contender {name!r}: give one of {', '.join(CONTENDERS)}")
     return known[name]

@@ -1,6 +1,6 @@
-"""How the cost of a private gradient grows: with k, the micro-batch, the width and the sequence length.
+"""How the cost of a private gradient grows with k, the micro-batch size, the width and the sequence length.
 
-On a small transformer (two blocks of attention, Linear and LayerNorm) whose other sizes stay as they are.
+Measured on a small transformer (two blocks of attention, Linear and LayerNorm), one size at a time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pmlf.bench.cases import LENGTHS, STACK_LENGTH, STACK_WIDTH, WIDTHS, stack
-from pmlf.bench.measure import Conditions, Job, race
+from pmlf.bench.measure import BenchJob, Conditions, race
 
 _KS, _SCALES = (1, 2, 4, 8), (0.25, 0.5, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Series:
-    """Cost against one size."""
+class GrowthCurve:
+    """Time and memory against one size."""
 
     axis: str
     values: list[float]
@@ -35,7 +35,7 @@ class Series:
 
 
 def exponent(sizes: Sequence[float], costs: Sequence[float | None]) -> float | None:
-    """p of cost = c * size^p, by least squares of the logarithms; None with fewer than two costs.
+    """Fit p in cost = c * size^p by least squares of the logarithms. None if there are fewer than two costs.
 
     >>> round(exponent([1, 2, 4], [3.0, 12.0, 48.0]), 6)
     2.0
@@ -49,26 +49,28 @@ def exponent(sizes: Sequence[float], costs: Sequence[float | None]) -> float | N
 
 def measure(
     conditions: Conditions, *, rounds: int, batch_scale: float, progress: Callable[[str], None]
-) -> list[Series]:
-    """All series, one after the other; the points of one are interleaved."""
+) -> list[GrowthCurve]:
+    """Measure all curves, one after another. The points of a curve take turns."""
     middle = stack(STACK_WIDTH, STACK_LENGTH)
 
-    def job(case: str = middle.name, k: int = 2, scale: float = 1.0) -> Job:
-        return Job(case=case, contender=f"pmlf-k{k}", batch_scale=scale * batch_scale, conditions=conditions)
+    def job(case: str = middle.name, k: int = 2, scale: float = 1.0) -> BenchJob:
+        return BenchJob(case=case, contender=f"pmlf-k{k}", batch_scale=scale * batch_scale, conditions=conditions)
 
-    plans: dict[str, tuple[list[float], list[Job]]] = {
+    plans: dict[str, tuple[list[float], list[BenchJob]]] = {
         "k": ([*_KS], [job(k=k) for k in _KS]),
         "micro-batch": ([middle.samples(s * batch_scale) for s in _SCALES], [job(scale=s) for s in _SCALES]),
         "width": ([*WIDTHS], [job(case=stack(width, STACK_LENGTH).name) for width in WIDTHS]),
         "sequence length": ([*LENGTHS], [job(case=stack(STACK_WIDTH, length).name) for length in LENGTHS]),
     }
-    return [_series(axis, *plan, rounds, progress) for axis, plan in plans.items()]
+    return [_curve(axis, *plan, rounds, progress) for axis, plan in plans.items()]
 
 
-def _series(axis: str, values: list[float], jobs: list[Job], rounds: int, progress: Callable[[str], None]) -> Series:
+def _curve(
+    axis: str, values: list[float], jobs: list[BenchJob], rounds: int, progress: Callable[[str], None]
+) -> GrowthCurve:
     outcomes = race(axis, jobs, rounds, progress)
     seconds, peaks = [outcome.best for outcome in outcomes], [outcome.peak_bytes for outcome in outcomes]
-    return Series(
+    return GrowthCurve(
         axis=axis,
         values=values,
         seconds=seconds,
@@ -80,13 +82,13 @@ def _series(axis: str, values: list[float], jobs: list[Job], rounds: int, progre
     )
 
 
-def to_json(series: Sequence[Series]) -> list[dict[str, Any]]:
-    """JSON-ready."""
-    return [asdict(each) for each in series]
+def to_json(curves: Sequence[GrowthCurve]) -> list[dict[str, Any]]:
+    """The curves, JSON-ready."""
+    return [asdict(curve) for curve in curves]
 
 
 def table(growth: Sequence[Mapping[str, Any]]) -> Table:
-    """A row a size, the fitted exponents with the first of each series."""
+    """One row per size, with the fitted exponents in the last row of each curve."""
     shown = Table("", box=SIMPLE_HEAD)
     for heading in ("size", "time", "grows as", "peak", "grows as"):
         shown.add_column(heading, justify="right")
@@ -111,8 +113,8 @@ def _power(exponent: float | None) -> str:
 
 
 def plot(growth: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw time and memory against each size, logarithmically, into the image file `path`."""
-    # Figure alone, without pyplot: it needs no display and leaves no figure behind.
+    """Draw time and memory against each size, on logarithmic axes, into the image file `path`."""
+    # Figure instead of pyplot: no display needed, no global state
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.2 * len(growth), 6), layout="constrained")

@@ -1,7 +1,8 @@
-"""How it is measured: every contender in a process of its own, all at one round before any starts the next.
+"""Measure contenders, each in its own process. They take turns: all finish a round before the next one starts.
 
-A busy machine then slows all of them alike. Only one process works at a time: the others wait for their next line.
-`python -m pmlf.bench.measure --case cnn5 --contender plain` is such a process: a line in, a line of JSON out.
+A busy machine then slows all of them equally. Only one process works at a time; the others wait for their next turn.
+`python -m pmlf.bench.measure --case cnn5 --contender plain` is such a process: it answers each line on stdin with one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from pmlf import machine
 
-if TYPE_CHECKING:  # the parent does not need it
+if TYPE_CHECKING:  # not needed in the parent process
     from pmlf.bench.contenders import Runner
 
-_ROUND_SECONDS, _ROUND_CALLS = 0.1, 2  # the least of a round
-_LONG_SECONDS, _MORE_CALLS = 2.0, 10  # and longer for more calls, where the best of a few would not settle
-_OOM_FIRST = 1000  # of all processes the kernel should kill this one first, when memory runs out
+_ROUND_SECONDS, _ROUND_CALLS = 0.1, 2  # the minimum of a round
+_LONG_SECONDS, _MORE_CALLS = 2.0, 10  # short calls are repeated until one of these is reached
+_OOM_FIRST = 1000  # if memory runs out, the kernel kills this process first
 
 
 Clock = Literal["wall", "cpu"]
@@ -42,8 +43,10 @@ _CLOCKS: dict[Clock, Callable[[], float]] = {"wall": time.perf_counter, "cpu": t
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What all processes have in common. What is freed is kept for the next step, as in `pmlf train`, or returned to
-    the system as malloc does by itself."""
+    """What all processes have in common.
+
+    Freed memory is "kept" for the next step, as in `pmlf train`, or "returned" to the system, the default of malloc.
+    """
 
     threads: int
     clock: Clock = "wall"
@@ -51,7 +54,7 @@ class Conditions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class BenchJob:
     """What one process measures."""
 
     case: str
@@ -62,9 +65,9 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a process reported: all raw times, or why it could not go on."""
+    """The result of a process: all raw times, or its error."""
 
-    job: Job
+    job: BenchJob
     seconds: list[float] = field(default_factory=list)
     release_seconds: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
@@ -99,8 +102,15 @@ class Outcome:
         }
 
 
-def race(title: str, jobs: Sequence[Job], rounds: int, progress: Callable[[str], None]) -> list[Outcome]:
-    """Run all jobs, interleaved round by round. However this ends, no process stays behind."""
+def race(title: str, jobs: Sequence[BenchJob], rounds: int, progress: Callable[[str], None]) -> list[Outcome]:
+    """Run all jobs, round by round in turns. All processes end with this function, also after an error.
+
+    Args:
+        title: Name of the race in progress lines.
+        jobs: What to measure, one process each.
+        rounds: Number of rounds after the warm-up.
+        progress: Called with a line of text at each round.
+    """
     with ExitStack() as stack:
         workers = [stack.enter_context(_Worker(job)) for job in jobs]
         for turn in range(rounds + 1):
@@ -111,9 +121,9 @@ def race(title: str, jobs: Sequence[Job], rounds: int, progress: Callable[[str],
 
 
 class _Worker:
-    """A process as its parent sees it."""
+    """A measuring process, in its parent."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BenchJob) -> None:
         self._job = job
         self._replies: list[dict[str, Any]] = []
         self._error: str | None = None
@@ -134,7 +144,7 @@ class _Worker:
             stderr=self._stderr,
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
-            start_new_session=True,  # Ctrl-C is for the parent, which then ends this process
+            start_new_session=True,  # Ctrl-C goes to the parent only, which then ends this process
         )
         return self
 
@@ -144,7 +154,7 @@ class _Worker:
         self._stderr.close()
 
     def take_turn(self) -> None:
-        """One round, unless it has failed before; the first one is the warm-up."""
+        """Do one round, unless the process has failed. The first round is the warm-up."""
         if self._error is not None:
             return
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -161,6 +171,7 @@ class _Worker:
             self._replies.append(reply)
 
     def outcome(self) -> Outcome:
+        """The result of all rounds."""
         if self._error is not None or not self._replies:
             return Outcome(job=self._job, error=self._error)
         first, *counted = self._replies
@@ -177,23 +188,23 @@ class _Worker:
         code = self._process.wait()
         if code < 0:
             name = signal.Signals(-code).name
-            return f"the process died by {name}" + (", out of memory perhaps" if name == "SIGKILL" else "")
+            return f"the process was killed by {name}" + (", perhaps out of memory" if name == "SIGKILL" else "")
         self._stderr.seek(0)
-        said = self._stderr.read().strip().splitlines()
-        return f"the process ended with code {code}" + (f": {said[-1]}" if said else "")
+        lines = self._stderr.read().strip().splitlines()
+        return f"the process ended with code {code}" + (f": {lines[-1]}" if lines else "")
 
 
-# --- the process itself
+# --- in the measuring process
 
 
 def main() -> None:
-    """Answer every line on stdin until it ends, which it does when the parent dies."""
+    """Answer every line on stdin, until stdin ends because the parent has."""
     import tyro
 
     channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not come between the lines of JSON
+    os.dup2(2, 1)  # output of libraries must not mix with the lines of JSON
     _offer_to_oom_killer()
-    job = tyro.cli(Job, config=(tyro.conf.OmitArgPrefixes,))
+    job = tyro.cli(BenchJob, config=(tyro.conf.OmitArgPrefixes,))
     turns: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(turns,), daemon=True).start()
     try:
@@ -206,9 +217,9 @@ def main() -> None:
 
 
 class _Measured:
-    """A contender at work."""
+    """The contender of a job, ready to be timed."""
 
-    def __init__(self, job: Job, first: Callable[[], str]) -> None:
+    def __init__(self, job: BenchJob, first: Callable[[], str]) -> None:
         import torch
 
         from pmlf.bench import cases, contenders
@@ -220,27 +231,27 @@ class _Measured:
         case, contender = cases.find(job.case), contenders.find(job.contender)
         for name in (*case.imports, *contender.imports):
             importlib.import_module(name)
-        first()  # imports may run side by side, work may not
+        first()  # imports may run in parallel, work may not
         small = cases.CASES["linear"].prepare(0.002)
-        _call(contender.prepare(*small, 1), self._clock)  # some libraries load parts at first use
+        _call(contender.prepare(*small, 1), self._clock)  # some libraries load modules at first use
         self._before = self._peak = _peak_bytes()
         model, batch = case.prepare(job.batch_scale)
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
         self._runner = contender.prepare(model, batch, case.micro_batches)
 
     def reply(self) -> dict[str, Any]:
-        """One round: what its calls took, and the peak of all rounds until now.
+        """Do one round: the times of its calls, and the peak memory so far.
 
-        The steps of a training follow each other, so a call is timed only after another one: the first of a round
-        also fetches back what the other processes have put out of caches and memory.
+        The first call of a round is not timed: it restores caches that the other processes have used, which does not
+        happen between the steps of a training.
         """
         _call(self._runner, self._clock)
         calls: list[_Call] = []
         while not _enough(calls):
             calls.append(_call(self._runner, self._clock))
-        gc.collect()  # what cycles hold must not add up from round to round
-        self._peak = max(self._peak, _peak_bytes())  # Linux counts it to within some pages, more or less
-        machine.return_freed_memory()  # the others need it, who are alive all at once
+        gc.collect()  # reference cycles must not accumulate over rounds
+        self._peak = max(self._peak, _peak_bytes())  # Linux counts it approximately
+        machine.return_freed_memory()  # the other processes need it
         return {
             "seconds": [call.seconds for call in calls],
             "release_seconds": [call.release_seconds for call in calls if call.release_seconds is not None],
@@ -258,7 +269,7 @@ class _Call:
 
 
 def _enough(calls: Sequence[_Call]) -> bool:
-    """Whether a round has had its calls."""
+    """Whether a round has enough calls."""
     spent = sum(call.seconds for call in calls)
     if len(calls) < _ROUND_CALLS or spent < _ROUND_SECONDS:
         return False
@@ -282,7 +293,7 @@ def _call(runner: Runner, clock: Callable[[], float]) -> _Call:
 def _listen(turns: queue.Queue[str]) -> None:
     for line in sys.stdin:
         turns.put(line.strip())
-    os._exit(1)  # in the midst of a computation too
+    os._exit(1)  # also during a computation
 
 
 def _reply(channel: TextIO, document: dict[str, Any]) -> None:
@@ -294,7 +305,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _peak_bytes() -> int:
-    """Most memory this process ever held. Where Linux says it: ru_maxrss would start from the parent's, at fork."""
+    """Peak memory of this process. On Linux from /proc, because ru_maxrss starts at the parent's value after a fork."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))

@@ -1,4 +1,4 @@
-"""What the measurements say: ratios to the plain gradient, the targets, a table and a picture."""
+"""Ratios to the plain gradient, targets, tables and a chart."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pmlf.bench.measure import Outcome
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_DISAGREEMENT = 0.01  # of the norms of clipped sums
-Results = Mapping[str, Mapping[str, Any]]  # contender -> its part of a case's document
+_DISAGREEMENT = 0.01  # largest relative difference of the norms of clipped sums
+Results = Mapping[str, Mapping[str, Any]]  # by contender
 Value = Callable[[Results], float | None]
 
 
 def case_document(case: str, batch: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """A case's raw times, what they come to, and their ratios to the plain gradient's."""
+    """The results of a case: raw times, their best and median, and ratios to the plain gradient."""
     plain = {o.job.contender: o for o in outcomes if o.job.contender in PLAIN}
     floor = min((o.best for o in plain.values() if o.best is not None), default=None)
     memory = plain["plain"].peak_bytes if "plain" in plain else None
@@ -58,7 +58,7 @@ def _agrees(norm: float | None, agreed: float | None) -> bool | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A promise: the value of a case is at most, or at least, a limit."""
+    """A target: the value of a case is at most, or at least, a limit."""
 
     case: str
     name: str
@@ -67,7 +67,7 @@ class Target:
     at_least: bool = False
 
     def check(self, results: Results) -> dict[str, Any]:
-        """Whether it holds; None if what it needs was not measured."""
+        """Whether the target holds; None if it was not measured."""
         value = self.value(results)
         holds = None if value is None else value >= self.limit if self.at_least else value <= self.limit
         promised = f"{'>=' if self.at_least else '<='} {self.limit:g}"
@@ -79,7 +79,7 @@ def _field(contender: str, name: str) -> Value:
 
 
 def _times_faster_than_opacus(results: Results) -> float | None:
-    """Opacus' better mode, among those that give the right gradient, over k=1."""
+    """Time of the faster mode of Opacus, among those with the correct gradient, over the time at k=1."""
     right = [results[name] for name in OPACUS if name in results and results[name]["agrees"]]
     best = min((each["best_seconds"] for each in right), default=None)
     return _ratio(best, _field("pmlf-k1", "best_seconds")(results))
@@ -119,16 +119,16 @@ TARGETS = (
 
 
 def check_targets(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """All targets of the cases that were measured."""
+    """Check all targets of the measured cases."""
     measured = {case["case"]: {each["contender"]: each for each in case["contenders"]} for case in cases}
     return [target.check(measured[target.case]) for target in TARGETS if target.case in measured]
 
 
-# --- to be read
+# --- tables
 
 
 def case_results(case: Mapping[str, Any]) -> list[RenderableType]:
-    """A table with a row a contender, and a line about each of which there is more to say."""
+    """A table with one row per contender, and a line for each that failed or disagrees."""
     title = f"{case['case']}, batch {case['batch']}: ms, MiB"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("contender", no_wrap=True)
@@ -148,14 +148,14 @@ def case_results(case: Mapping[str, Any]) -> list[RenderableType]:
         if each["error"] is not None:
             remarks.append(f"{each['contender']} failed: {each['error']}")
         elif each["agrees"] is False:
-            remarks.append(f"{each['contender']} gives another gradient: norm {each['clipped_sum_norm']:.6g}")
+            remarks.append(f"{each['contender']} computes another gradient: norm {each['clipped_sum_norm']:.6g}")
     return [table, *remarks]
 
 
 def targets_table(targets: Sequence[Mapping[str, Any]]) -> Table:
-    """A row a target."""
-    table = Table("case", "target", box=SIMPLE_HEAD)
-    for heading in ("measured", "promised", "holds"):
+    """One row per target."""
+    table = Table("case", "value", box=SIMPLE_HEAD)
+    for heading in ("measured", "target", "holds"):
         table.add_column(heading, justify="right")
     for each in targets:
         holds = {True: "yes", False: "NO", None: "not measured"}[each["holds"]]
@@ -164,7 +164,7 @@ def targets_table(targets: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def machine_line(document: Mapping[str, Any]) -> str:
-    """What all was measured on."""
+    """One line about the machine and the settings."""
     machine, settings = document["machine"], document["settings"]
     scaled = "" if settings["batch_scale"] == 1.0 else f", batches scaled by {settings['batch_scale']:g}"
     clock = ", processor time" if settings["clock"] == "cpu" else ""
@@ -186,15 +186,15 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
-    """Draw time and memory over the plain gradient's, grouped bars a case, into the image file `path`."""
-    # Figure alone, without pyplot: it needs no display and leaves no figure behind.
+    """Draw time and memory relative to the plain gradient, one group of bars per case, into the image file `path`."""
+    # Figure instead of pyplot: no display needed, no global state
     from matplotlib.figure import Figure
 
     cases = document["cases"]
     figure = Figure(figsize=(max(7.0, 2.0 + 2.2 * len(cases)), 8), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    _bars(above, cases, "time_ratio", "time of one gradient / fastest plain gradient's")
-    _bars(below, cases, "memory_ratio", "peak memory / plain gradient's")
+    _bars(above, cases, "time_ratio", "time of one gradient / fastest plain gradient")
+    _bars(below, cases, "memory_ratio", "peak memory / plain gradient")
     below.set_xticks(range(len(cases)), [f"{case['case']}\nbatch {case['batch']}" for case in cases])
     figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
     figure.supxlabel(machine_line(document), fontsize=7)
@@ -202,7 +202,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _bars(axes: Axes, cases: Sequence[Mapping[str, Any]], field: str, title: str) -> None:
-    """A group of bars a case, without the whole step."""
+    """One group of bars per case, without the whole step."""
     entered = dict.fromkeys(each["contender"] for case in cases for each in case["contenders"])
     names = [name for name in entered if name != STEP]
     axes.set_yscale("log", base=2)

@@ -1,4 +1,4 @@
-"""A whole benchmark as one JSON-ready document: machine, settings, results."""
+"""Run a whole benchmark. The result is one JSON-ready document: machine, settings, results."""
 
 from __future__ import annotations
 
@@ -16,14 +16,22 @@ from pmlf import machine
 from pmlf.basics.arguments import require_count, require_positive
 from pmlf.bench import cases, contenders, report
 from pmlf.bench import growth as growing
-from pmlf.bench.measure import Clock, Conditions, FreedMemory, Job, race
-
-Progress = Callable[[str], None]
+from pmlf.bench.measure import BenchJob, Clock, Conditions, FreedMemory, race
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to measure; None is all, or for threads as many as cores."""
+class BenchSettings:
+    """What to measure.
+
+    Args:
+        cases: Names of cases. None: all.
+        contenders: Names of contenders. None: all.
+        rounds: Number of rounds.
+        batch_scale: Factor on all batch sizes.
+        threads: Threads of each process. None: the number of cores.
+        clock: "wall", or "cpu" for processor time, which needs threads=1.
+        freed_memory: Whether a process keeps freed memory for its next step or returns it to the system.
+    """
 
     cases: tuple[str, ...] | None = None
     contenders: tuple[str, ...] | None = None
@@ -33,27 +41,35 @@ class Settings:
     clock: Clock = "wall"
     freed_memory: FreedMemory = "returned"
 
-    def resolved(self) -> Settings:
-        """The same, checked, nothing left to a default."""
-        require_count("rounds", self.rounds, "each contender is measured so often")
+    def resolved(self) -> BenchSettings:
+        """A checked copy with all defaults filled in. Raises ValueError if a value is not valid."""
+        require_count("rounds", self.rounds, "it is the number of measurements of each contender")
         require_positive("batch_scale", self.batch_scale, "it is a factor on all batch sizes")
         threads = self.threads if self.threads is not None else os.cpu_count() or 1
-        require_count("threads", threads, "every process has so many")
+        require_count("threads", threads, "it is the number of threads of each process")
         if self.clock == "cpu" and threads != 1:
-            raise ValueError(f"clock='cpu' adds up the time of all threads={threads}: give --threads 1 with it")
+            raise ValueError(f"clock='cpu' adds up the time of all threads={threads}: give threads=1 with it")
         names = tuple(cases.find(name).name for name in self.cases or cases.CASES)
         entered = tuple(contenders.find(name).name for name in self.contenders or contenders.CONTENDERS)
         return replace(self, cases=names, contenders=entered, threads=threads)
 
     @property
     def conditions(self) -> Conditions:
-        """What all processes have in common; of resolved settings."""
+        """What all processes have in common. The settings must be resolved."""
         assert self.threads is not None
         return Conditions(threads=self.threads, clock=self.clock, freed_memory=self.freed_memory)
 
 
-def run(settings: Settings, progress: Progress, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Every contender on every case; the document so far goes to `keep` after each case, as all may take an hour."""
+def run(
+    settings: BenchSettings, progress: Callable[[str], None], keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Measure every contender on every case.
+
+    Args:
+        settings: What to measure.
+        progress: Called with a line of text.
+        keep: Called with the document so far after each case: the whole benchmark may take an hour.
+    """
     chosen = settings.resolved()
     assert chosen.cases is not None and chosen.contenders is not None
     document: dict[str, Any] = {
@@ -65,7 +81,7 @@ def run(settings: Settings, progress: Progress, keep: Callable[[dict[str, Any]],
     for name in chosen.cases:
         case = cases.find(name)
         jobs = [
-            Job(case=name, contender=contender, batch_scale=chosen.batch_scale, conditions=chosen.conditions)
+            BenchJob(case=name, contender=contender, batch_scale=chosen.batch_scale, conditions=chosen.conditions)
             for contender in chosen.contenders
             if case.images or not contenders.find(contender).images_only
         ]
@@ -76,20 +92,20 @@ def run(settings: Settings, progress: Progress, keep: Callable[[dict[str, Any]],
     return document
 
 
-def growth(settings: Settings, progress: Progress) -> dict[str, Any]:
-    """How the cost of pmlf grows."""
+def growth(settings: BenchSettings, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Measure how the cost of pmlf grows with k, batch size, width and sequence length."""
     chosen = settings.resolved()
     conditions = chosen.conditions
-    series = growing.measure(conditions, rounds=chosen.rounds, batch_scale=chosen.batch_scale, progress=progress)
+    curves = growing.measure(conditions, rounds=chosen.rounds, batch_scale=chosen.batch_scale, progress=progress)
     return {
         "machine": on_this_machine(conditions.threads),
         "settings": {"rounds": chosen.rounds, "batch_scale": chosen.batch_scale, **asdict(conditions)},
-        "growth": growing.to_json(series),
+        "growth": growing.to_json(curves),
     }
 
 
 def readable(document: dict[str, Any]) -> tuple[RenderableType, ...]:
-    """Either document as tables."""
+    """The tables of a document of `run` or `growth`."""
     if "growth" in document:
         return (growing.table(document["growth"]), report.machine_line(document))
     return (
@@ -100,7 +116,7 @@ def readable(document: dict[str, Any]) -> tuple[RenderableType, ...]:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Either document as a picture."""
+    """Draw a document of `run` or `growth` into the image file `path`."""
     if "growth" in document:
         growing.plot(document["growth"], path)
     else:
@@ -108,7 +124,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 
 def on_this_machine(threads: int) -> dict[str, Any]:
-    """What the times depend on besides the code, and when they were taken."""
+    """The machine and the date of the measurement."""
     return {
         **machine.describe("torch", "opacus", "transformers", "pmlf"),
         "threads": threads,

@@ -1,7 +1,7 @@
 """Constants that a model makes when it first runs: tables of positions, masks, rotations.
 
-A forward pass may write nothing into a model. What follows from the shapes of its input alone can be made beforehand,
-from synthetic inputs of those shapes, which hold nothing of any record.
+A forward pass must not write into a model. What depends on the shapes of its input alone can be made beforehand, from
+synthetic inputs of these shapes, which hold nothing of any record.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from pmlf.mechanism.noise import SeededRandomness
 
 
 def made_from_synthetic_inputs(subject: Subject, batch: Any) -> bool:
-    """Run the model on a synthetic batch of the same shapes, so that what it writes by itself is there.
+    """Run the model on a synthetic batch of the same shapes, so that it makes its constants.
 
-    Done only if two such batches have it write the same, and no parameter. Returns whether it was; if not, the model is
-    as before.
+    Only if two such batches make it write the same, and no parameter.
+
+    Returns:
+        Whether this was done. If not, the model is as before.
     """
     inputs = [synthetic(batch, SeededRandomness(seed).stream("caches").seed()) for seed in (0, 1)]
     buffers = [(buffer, buffer.detach().clone()) for buffer in Anatomy(subject.model).buffers.values()]

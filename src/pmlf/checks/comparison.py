@@ -1,9 +1,9 @@
-"""Factors held against plain autograd, one sample at a time, on a few samples; the model is left as it was."""
+"""Clipped sums compared with plain autograd, one sample at a time, on a few samples; the model stays as it was."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,12 +16,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from pmlf.basics.batches import batch_size, same_bits, select
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.arithmetic import squared_norms
-from pmlf.engine.capture import LossFunction, per_sample_loss
+from pmlf.engine.capture import per_sample_loss
+from pmlf.engine.clipper import Clipper
 from pmlf.engine.factors import Factors
 from pmlf.engine.fingerprint import bit_digest
-from pmlf.engine.gradients import SumBuffers, Workspace
 from pmlf.engine.half_precision import deadly_bfloat16_refused
 from pmlf.engine.momentum import SampleMomentum, contributions, finite_factors
+from pmlf.engine.passes import LossFunction, Pass
 from pmlf.engine.plan import Plan
 from pmlf.engine.swap import plain_values, swapped
 from pmlf.mechanism.noise import SeededRandomness, torch_seeded
@@ -39,7 +40,7 @@ class Subject:
     originals: Originals | None = None  # the parameters to restore, where the model is moved away from them
 
     def at_once(self, batch: Any) -> Any:
-        """What of a batch the model may be given in one call: the first sample, where each is a batch of one."""
+        """The part of a batch that the model may see in one call: one sample, if each sample has a pass of its own."""
         return batch if self.plan.gradients == "ghost" else select(batch, slice(0, 1))
 
     def in_double(self) -> Subject:
@@ -65,7 +66,7 @@ class Originals:
 
 @dataclass(frozen=True, kw_only=True)
 class _Tolerance:
-    """What rounding may do: relative to the result, and relative to the terms that were added to get it."""
+    """Allowed rounding, relative to the result, and relative to the terms that are added to get it."""
 
     relative: float
     of_spread: float
@@ -87,14 +88,13 @@ def tolerance_for(half_precision: bool, model: nn.Module) -> _Tolerance:
 class Compared:
     agree: bool
     worst: str  # the parameter where they differ most
-    told: bool  # whether all gradients were summed and not zero: two zeros agree about nothing
+    conclusive: bool  # whether every gradient was finite and nonzero: two zeros agree about nothing
 
 
 def compared(subject: Subject, batch: Any, alone: Sequence[Any]) -> Compared:
     """The samples of a batch by factors, and each alone by plain autograd."""
-    sums = SumBuffers().other_than(None, trained(subject.model))
     with half_precision_seen() as half:
-        norms, spread = clipped_sum(subject, batch, sums)
+        sums, norms, spread = clipped_sum(subject, batch)
         references = [subtract_plain(subject, single, sums) for single in alone]
     tolerance = tolerance_for(bool(half), subject.model)
     expected = torch.tensor(references, dtype=torch.float64)
@@ -110,31 +110,35 @@ def compared(subject: Subject, batch: Any, alone: Sequence[Any]) -> Compared:
     return Compared(
         agree=same and norms_agree and sums_agree,
         worst=worst,
-        told=refused is None and bool((finite & (expected > 0.0)).all()),
+        conclusive=refused is None and bool((finite & (expected > 0.0)).all()),
     )
 
 
-def clipped_sum(subject: Subject, batch: Any, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Write the clipped sum; return each sample's norm and spread (what was added up, however much cancelled)."""
-    plan, values, spread = subject.plan, trained(subject.model), torch.zeros(batch_size(batch), dtype=torch.float64)
-    anatomy = Anatomy(subject.model)
-    norms: list[Tensor] = []
-    for part in plan.passes(len(spread)):
-        samples, view = part.stop - part.start, select(batch, part)
-        momentum = SampleMomentum(plan, samples, len(subject.weights), Workspace())
-        for weight in subject.weights:
-            for name, contribution in contributions(anatomy, plan, values, subject.loss_fn, view, samples, weight):
-                if isinstance(contribution, Factors):
-                    spread[part] += contribution.spread(slice(0, samples)).cpu()
-                momentum.add(name, contribution)
-        norms.append(momentum.write_clipped_sum(subject.clip_norm, "flat", sums if norms else None, sums))
-    return torch.cat(norms), spread
+def clipped_sum(subject: Subject, batch: Any) -> tuple[Mapping[str, Tensor], Tensor, Tensor]:
+    """The clipped sum of a batch's samples, and each one's norm and spread (what is added up, however much cancels)."""
+    plan, values, samples = subject.plan, trained(subject.model), batch_size(batch)
+    anatomy, spread = Anatomy(subject.model), torch.zeros(samples, dtype=torch.float64)
+    clipper = Clipper(plan.parameters, clip_norm=subject.clip_norm)
+
+    def momenta() -> Iterator[SampleMomentum]:
+        for part in plan.passes(samples):
+            one = Pass(anatomy, plan, subject.loss_fn, values, select(batch, part), part.stop - part.start)
+            momentum = clipper.momentum(one.samples, len(subject.weights))
+            for weight in subject.weights:
+                for name, contribution in contributions(one._replace(weight=weight)):
+                    if isinstance(contribution, Factors):
+                        spread[part] += contribution.spread(slice(0, one.samples)).cpu()
+                    momentum.add(name, contribution)
+            yield momentum
+
+    total, norms = clipper.add(momenta(), None, values)
+    return total.values, torch.cat(norms), spread
 
 
-def subtract_plain(subject: Subject, single: Any, sums: dict[str, Tensor]) -> float:
-    """Take one sample's clipped gradient, by plain autograd, away from the sum; return its norm.
+def subtract_plain(subject: Subject, single: Any, sums: Mapping[str, Tensor]) -> float:
+    """Subtract one sample's clipped gradient, by plain autograd, from the sum; return its norm.
 
-    So nothing but one gradient is kept beside the sum: the check needs little more memory than a training step.
+    Only one gradient is kept beside the sum, so the check needs little more memory than a training step.
     """
     parameters = {name: p for name, p in subject.model.named_parameters() if p.requires_grad}
     weight = sum(subject.weights)
@@ -182,12 +186,11 @@ def moved(subject: Subject, seed: int = 0) -> Iterator[Subject]:
 def undisturbed(
     model: nn.Module, *, training: bool, seed: int = 0, dropout: bool = False, originals: Originals | None = None
 ) -> Iterator[None]:
-    """Eval mode, or as in training; gradients on. Modes, generators and the model are put back.
+    """Run in eval mode, or in the modes of training, with gradients; restore modes, generators and the model.
 
-    Dropout layers are off unless `dropout` says otherwise.
-
-    A pass that has written into the model, its parameters too, is refused, and nothing of it is left. `originals` are
-    the parameters to restore then, where they are not the present ones: one copy is enough.
+    Dropout layers are off unless `dropout` is set. A pass that writes into the model, its parameters included, is an
+    error, and nothing that it wrote is left. `originals` are the parameters to restore then, if they are not the
+    present ones: one copy is enough.
     """
     anatomy = Anatomy(model)
     modes = {module: module.training for module in anatomy.modules.values()}

@@ -1,4 +1,4 @@
-"""Random draws made constant: what a program computes without its randomness, for a sample alone or in a batch."""
+"""Random draws made constant, so that a program computes the same for a sample alone and in a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Unknown(Exception):
-    """A check does not reach over this operation."""
+    """An operation that a check cannot follow."""
 
 
 @contextmanager
@@ -46,13 +46,13 @@ class ConstantDraws(TorchDispatchMode):
 
 
 def _constant_draw(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What a random operation gives with all of its randomness taken out, in the shapes that it has on this rank."""
+    """The result of a random operation without its randomness, in the shapes that it has on this rank."""
     name = func._schema.name.removeprefix("aten::")
     first = args[0] if args and isinstance(args[0], Tensor) else None
     if name == "native_dropout":
         assert first is not None
         return first.clone(), torch.ones_like(first) > 0
-    if name == "randperm":  # not the identity, which would hide what it is for
+    if name == "randperm":  # not the identity, which would hide a permutation
         return torch.arange(args[0], device=kwargs.get("device")).roll(1)
     if name.startswith("rrelu_with_noise"):
         assert first is not None

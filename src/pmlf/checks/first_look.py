@@ -1,4 +1,4 @@
-"""Looks at samples before any is summed: is each one's gradient its own, and the one that plain autograd finds?"""
+"""Checks of the first samples: does each have a gradient of its own, and does it agree with plain autograd?"""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pmlf.checks.finding import ASSUMED, STRUCTURAL, Finding
 from pmlf.checks.validation import check_augmentation, check_losses, check_samples, refuse_unsafe_model
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.augmentation import Augmentation
-from pmlf.engine.capture import Rows
-from pmlf.engine.layers import NotTakenApart
+from pmlf.engine.layers import UnsupportedModel
+from pmlf.engine.passes import Rows
 from pmlf.engine.plan import Gradients
 from pmlf.mechanism.noise import SeededRandomness, keyed_uniforms
 
-_AUGMENTATIONS = 4  # of a whole micro-batch, in which what happens to one sample in a hundred happens to some
+_AUGMENTATIONS = 4  # of a whole micro-batch, so that rare random changes happen to some samples
 Modes = tuple[bool, ...]
 
 
 class FirstLook:
     """Proves that samples do not influence each other, for every mode of the model, form and largest size of a batch.
 
-    Where no proof is found, what can be seen on the first samples is looked at, and every later micro-batch's rows are
-    held to their owners. Gradients of a single sample and of a pair are compared with plain autograd in any case.
-    Samples that are `assumed` to be independent, or have passes of their own, need no proof.
+    Without a proof, the first samples are compared with each other, and marks verify the rows of every later
+    micro-batch. The gradients of one sample and of a pair are compared with plain autograd in any case. Samples that
+    are `assumed` to be independent, or that have passes of their own, need no proof.
     """
 
     def __init__(
@@ -53,9 +53,15 @@ class FirstLook:
         )
 
     def at(self, batch: Any, size: int, modes: Modes) -> Rows:
-        """Raise ValueError if these samples show what would break the guarantee; cheap once enough was seen.
+        """Raise ValueError if these samples show what breaks the guarantee; cheap once the checks are done.
 
-        `modes` are the model's at the moment. Returns how the rows of a layer are known to be the samples' own.
+        Args:
+            batch: A micro-batch.
+            size: Its number of samples.
+            modes: The model's present modes (training or evaluation), module by module.
+
+        Returns:
+            How the rows of a layer are known to be the samples' own.
         """
         if modes != self._modes:  # another mode is another model
             refuse_unsafe_model(self._subject.model, self._gradients)
@@ -79,7 +85,7 @@ class FirstLook:
         return "marked"
 
     def again(self) -> None:
-        """Look at the samples to come as at the first ones."""
+        """Check the next samples as the first ones."""
         self._gradients_of, self._augmented, self._losses = 0, False, False
 
     def _found(self, batch: Any, size: int, modes: Modes) -> Finding:
@@ -92,7 +98,7 @@ class FirstLook:
         return found
 
     def _look_at_augmentation(self, batch: Any, size: int) -> None:
-        """Several times: it may mix samples by chance."""
+        """Several times: it may mix samples at random."""
         if self._augmentation is None:
             return
         for draw in range(_AUGMENTATIONS):
@@ -102,7 +108,7 @@ class FirstLook:
 
 
 def proof(subject: Subject, batch: Any) -> Finding:
-    """Whether samples are proven to be independent; refused where the proof finds that they are not."""
+    """Whether samples are proven independent; raises if the proof finds that they are not."""
     try:
         from pmlf.checks.independence import prove  # torch.distributed takes a while, and some builds lack it
     except ImportError:
@@ -110,7 +116,7 @@ def proof(subject: Subject, batch: Any) -> Finding:
     with undisturbed(subject.model, training=True, dropout=True):
         found = prove(subject.model, subject.plan, subject.loss_fn, batch)
     if found.samples_meet:
-        raise NotTakenApart(
+        raise UnsupportedModel(
             f"a sample's gradient depends on the other samples of its batch: {found.reason}; compute it for every "
             "sample by itself"
         )

@@ -1,13 +1,13 @@
 """Proof that no operation of a loss carries data from one sample to another, on the path that it takes.
 
-The batch is spread over pretended devices, one sample on each (`sharding`), and the loss and its gradients are computed
-on one of them. If no operation asks for another device's data, this sample's loss and gradients follow from this sample
-and the parameters alone. What sharding rules do not cover is compared: with random draws made constant, the loss is the
-one that the sample has in the plain batch and alone. The same twice, for two numbers of samples that are no other size
-in the model, so that a sample axis is not taken for another axis or for a number; and once more for the batch at its
-own size, since a program may take another path where there are more samples.
+The batch is spread over imaginary devices, one sample on each (`sharding`), and the loss and its gradients are computed
+on one of them. If no operation asks for another device's data, this sample's loss and gradients depend on this sample
+and the parameters alone. What sharding rules do not cover is compared: with random draws made constant, the sample has
+the same loss in the plain batch and alone. This runs for two numbers of samples that are no other size in the model, so
+that a sample axis is not mistaken for another axis or for a number. It runs once more for the batch at its own size,
+because a program may take another path for more samples.
 
-The rows of every layer whose gradients are taken are seen to be the samples' own, in order, in the same run.
+The same run verifies that the rows of every layer whose gradients are taken are the samples' own, in order.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from pmlf.checks.sharding import (
     sharded,
 )
 from pmlf.engine.anatomy import Anatomy
-from pmlf.engine.capture import LossFunction, per_sample_loss
+from pmlf.engine.capture import per_sample_loss
+from pmlf.engine.passes import LossFunction
 from pmlf.engine.plan import Plan
 from pmlf.engine.swap import swapped
 
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2  # relative, of a loss alone and in a batch: rounding
 _LIBRARIES = (str(Path(torch.__file__ or "").parent), str(Path(__file__).parents[1]))
-# Operations that only look at a tensor in another shape: their rules are cautious, and a sample's rows may be its own.
+# Operations that only change a tensor's shape: their rules are cautious, and a sample's rows may still be its own.
 _LAYOUTS = (
     "view",
     "reshape",
@@ -65,26 +66,26 @@ _LAYOUTS = (
 
 
 def prove(model: nn.Module, plan: Plan, loss_fn: LossFunction, batch: Any) -> Finding:
-    """Look for data that flows between samples while the loss of a batch, and its gradients, are computed.
+    """Look for data flow between samples in the computation of a batch's loss and its gradients.
 
-    The model is in the mode in which it trains, and is left as it was. The batch's records stand for others of the same
-    shapes: the finding holds for the path that the program takes with them.
+    The model runs in its training mode and is left as it was. The finding holds for the path that the program takes
+    with this batch.
     """
     hooked = _backward_hooks(model)
     if hooked is not None:
         return Finding(reason=f"{hooked} has a hook on its gradient, which may change it")
     if not all(isinstance(value, Tensor) for value in tree_leaves(batch) if value is not None):
-        return Finding(reason="the batch holds lists of values that are no tensors, which cannot be followed")
+        return Finding(reason="the batch holds lists of values that are not tensors, which cannot be followed")
     observers: list[Observer] = []
     try:
         with _generators_watched(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is tried here, none is about training
+            warnings.simplefilter("ignore")  # warnings of this trial are not about training
             first, second = _numbers_of_samples(model, batch)
             _prove(model, plan, loss_fn, _some(batch, first), first, observers, backward=True)
             _prove(model, plan, loss_fn, _some(batch, second), second, observers, backward=False)
             if (size := batch_size(batch)) > second:  # a path may follow from the number of samples
                 _prove(model, plan, loss_fn, batch, size, observers, backward=False)
-    except Exception as error:  # whatever a rule, a model or a loss raises where a proof is tried
+    except Exception as error:  # whatever a rule, a model or a loss raises during a proof
         return _explained(error, observers[-1].operation if observers else "")
     return PROVEN
 
@@ -115,7 +116,7 @@ def _prove(
             else:
                 spread = shards.replicated(parameter)
             replacements[id(parameter)] = spread.requires_grad_(parameter.requires_grad)
-        replacements |= {id(buffer): shards.replicated(buffer) for buffer in anatomy.buffers.values()}
+        replacements |= {id(buffer): shards.replicated(buffer.clone()) for buffer in anatomy.buffers.values()}
         leaves = [leaf for leaf in replacements.values() if leaf.requires_grad]
         with torch.enable_grad(), swapped(anatomy, replacements), _layers_seen(anatomy, plan, shards):
             loss = per_sample_loss(loss_fn(model, on_rows(rows, shards)), samples)
@@ -134,7 +135,7 @@ def _prove(
     )
     allowed = (_HALF_TOLERANCE if half else _TOLERANCE) * max(map(abs, values)) + 1e-6
     if max(values) - min(values) > allowed:
-        raise Unknown("the loss of a sample is another one alone, in a batch or at another place in it")
+        raise Unknown("the loss of a sample differs between alone, in a batch and at another place in it")
     if not all(map(np.isfinite, values)):
         raise Unknown("the loss is not finite")
 

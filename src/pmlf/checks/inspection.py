@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from pmlf.checks.comparison import Subject, clipped_sum, singles, subtract_plain
 from pmlf.checks.first_look import proof
 from pmlf.checks.validation import check_samples, modes_to_check, refuse_unsafe_model
 from pmlf.engine.anatomy import Anatomy
-from pmlf.engine.capture import LossFunction, capture
-from pmlf.engine.gradients import SumBuffers, Workspace
-from pmlf.engine.momentum import SampleMomentum
+from pmlf.engine.capture import capture
+from pmlf.engine.clipper import Clipper
+from pmlf.engine.passes import LossFunction, Pass
 from pmlf.engine.plan import Gradients, Plan, require_known
 from pmlf.methods import Method, resolve
 
@@ -154,9 +154,9 @@ def _measure(subject: Subject, batch: Any) -> _Measured:
     """Leave each sample out once, and look at each alone; samples whose gradient is not finite take no part."""
     samples = batch_size(batch)
 
-    def added_up(part: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        sums = SumBuffers().other_than(None, trained(subject.model))
-        return clipped_sum(subject, part, sums)[0], sums
+    def added_up(part: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+        sums, norms, _ = clipped_sum(subject, part)
+        return norms, sums
 
     together, whole = added_up(batch)
     sensitivity, dependence, disagreement = 0.0, 0.0, 0.0
@@ -192,7 +192,7 @@ def _whole_cost(subject: Subject, batch: Any) -> tuple[LayerCost, ...]:
     """Time the model as a whole, where its gradients are not taken layer by layer."""
     values = trained(subject.model)
     start = time.perf_counter()
-    clipped_sum(subject, batch, SumBuffers().other_than(None, values))
+    clipped_sum(subject, batch)
     return (
         LayerCost(
             layer="(model)",
@@ -208,15 +208,15 @@ def _layer_costs(subject: Subject, batch: Any) -> tuple[LayerCost, ...]:
     """Time every layer's rule, norms and clipped sum, parameter by parameter."""
     plan, samples, values = subject.plan, batch_size(batch), trained(subject.model)
     seconds = dict.fromkeys(plan.parameters, 0.0)
-    contributions = capture(Anatomy(subject.model), plan, values, subject.loss_fn, batch, samples, 1.0)
+    contributions = capture(Pass(Anatomy(subject.model), plan, subject.loss_fn, values, batch, samples))
     found = next(contributions, None)  # the passes through the model; the first rule's own time goes with them
-    sums = SumBuffers().other_than(None, values)
     start = time.perf_counter()
     while found is not None:
         name, contribution = found
-        alone = SampleMomentum(replace(plan, parameters=(name,)), samples, 1, Workspace())
+        clipper = Clipper([name], clip_norm=1.0)
+        alone = clipper.momentum(samples, 1)
         alone.add(name, contribution)
-        alone.write_clipped_sum(1.0, "flat", None, sums)
+        clipper.add([alone], None, values)
         now = time.perf_counter()
         seconds[name] += now - start
         start, found = now, next(contributions, None)

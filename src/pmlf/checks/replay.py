@@ -1,7 +1,7 @@
-"""Random draws of a batch, made again for one of its samples alone.
+"""The random draws of a batch, repeated for one of its samples alone.
 
-Dropout draws one mask for all samples. For a sample that is run again by itself the same mask is drawn, and its part of
-it taken.
+Dropout draws one mask for all samples. For a sample that runs again alone, the same mask is drawn, and the sample gets
+its part of it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CannotFollow(Exception):
-    """A sample alone draws otherwise than in its batch."""
+    """A sample alone draws other random numbers than in its batch."""
 
 
 class Draw(NamedTuple):
-    """One random operation on a batch, and where its generator stood."""
+    """One random operation on a batch, and the state of its generator before."""
 
     operation: Any
     shape: torch.Size
@@ -32,7 +32,7 @@ def _is_draw(func: Any) -> bool:
 
 
 class RecordedDraws(TorchDispatchMode):
-    """Writes down every random operation."""
+    """Records every random operation."""
 
     def __init__(self) -> None:
         super().__init__()

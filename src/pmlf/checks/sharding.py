@@ -1,7 +1,7 @@
-"""A batch spread over pretended devices, one sample on each, of which this process is one.
+"""A batch spread over imaginary devices, one sample on each; this process is one of them.
 
 PyTorch knows for nearly every operation whether it can run on a batch that is split along an axis without asking other
-devices for data (`torch.distributed.tensor`). Here no other device exists: an operation that asks is stopped and named.
+devices for data (`torch.distributed.tensor`). Here no other device exists: an operation that asks fails and is named.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pmlf.checks.rewrites import REWRITES
 
 aten = torch.ops.aten
 _READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
-# What shows a sharded tensor's values to Python without an operation that could be seen.
+# Ways to read a sharded tensor's values in Python that run no visible operation.
 _UNSEEN_READS: set[Any] = {
     Tensor.tolist,
     Tensor.apply_,
@@ -55,8 +55,8 @@ class Shards:
         self.samples, self.rank = samples, rank
 
     def replicated(self, tensor: Tensor) -> Tensor:
-        """A tensor that every rank has: a parameter, a buffer."""
-        return DTensor.from_local(tensor.detach().clone(), self._mesh, [Replicate()], run_check=False)
+        """A tensor that every rank has: a parameter, a buffer. It shares its memory."""
+        return DTensor.from_local(tensor.detach(), self._mesh, [Replicate()], run_check=False)
 
     def own_row(self, rows: Tensor) -> Tensor:
         """(samples, ...), of which this rank has its own row."""
@@ -94,10 +94,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Observer(ConstantDraws):
-    """Sees every operation, and stops those that read other samples' values into Python.
+    """Sees every operation, and refuses those that read other samples' values into Python.
 
-    Which way the program takes must not follow from random numbers, which are constants here: a scalar that is read
-    after a draw is outside the proof.
+    The path of the program must not depend on random numbers, which are constants here: a scalar that is read after a
+    draw is outside the proof.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Observer(ConstantDraws):
         if any(isinstance(value, DTensor) and value.placements != (Replicate(),) for value in values):
             raise SamplesMeet("reads values of all samples into Python")
         if self._drew:
-            raise Unknown("reads a number into Python after a random draw, so that what runs may follow from chance")
+            raise Unknown("reads a number into Python after a random draw, so the path may depend on randomness")
 
 
 class _Rewriter(TorchFunctionMode):
@@ -143,7 +143,7 @@ def sharded(samples: int, rank: int, device: torch.device) -> Iterator[tuple[Sha
 
 @contextmanager
 def _pretended_group(samples: int, rank: int) -> Iterator[None]:
-    """Some of DTensor's rules ask for a rank before they know whether they need one; no group of the user's is used."""
+    """Some of DTensor's rules ask for a rank before they know whether they need one; the user's groups are not used."""
     if dist.is_initialized():
         yield
         return

@@ -1,4 +1,4 @@
-"""What cannot be private, said before training starts: unsafe layers, and samples that influence each other."""
+"""What cannot be private, found before training starts: unsafe layers, and samples that influence each other."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from pmlf.checks.comparison import (
 from pmlf.checks.draws import Unknown, constant_draws
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.capture import capture
-from pmlf.engine.gradients import SumBuffers
-from pmlf.engine.layers import NotMapped, NotTakenApart
+from pmlf.engine.layers import UnsupportedModel, VmapUnsupported
+from pmlf.engine.passes import Pass
 from pmlf.engine.plan import Gradients
 
 _FIX = "pmlf.fix_model(model) replaces it"
-_COLLATED_PAIRS = 8  # of records whose gradients may be zero
+_COLLATED_PAIRS = 8  # pairs of records to try: gradients may be zero
 _IN_DOUBLE = 16  # samples: convolutions are slow in it
 _MOST_IN_DOUBLE = 200_000_000  # parameters: a copy of 1.6 GB
-_MIXING_SEEDS = 6  # a random exchange of two samples goes unseen by all of them once in 64 times
+_MIXING_SEEDS = 6  # all of them miss a random exchange of two samples once in 64 times
 
 
 def refuse_unsafe_model(model: nn.Module, gradients: Gradients = "ghost") -> None:
@@ -49,7 +49,7 @@ def refuse_unsafe_model(model: nn.Module, gradients: Gradients = "ghost") -> Non
             raise ValueError(f"{where} ({type(module).__name__}) {reason}")
         trained = any(p.requires_grad for p in module.parameters())
         if isinstance(module, nn.MultiheadAttention) and trained and gradients == "ghost":
-            raise NotTakenApart(
+            raise UnsupportedModel(
                 f"layer {name!r} (MultiheadAttention) keeps its projections where per-sample gradients cannot be "
                 f"taken: {_FIX} by Linear layers with SDPA"
             )
@@ -85,28 +85,30 @@ def check_samples(subject: Subject, batch: Any, *, proven: bool = False) -> bool
     """Compare norm and clipped sum with plain autograd, one sample at a time, on all samples of a small batch.
 
     Both at the present parameters and at others near them: behind a head of zeros every gradient is zero and hides what
-    is wrong. Dropout is off. A model that is otherwise the same in training and in eval mode is looked at in eval mode
-    alone; one that is random in training mode is seen there by its losses, unless its samples are proven independent.
+    is wrong. Dropout is off. A model that is otherwise the same in training and in eval mode is checked in eval mode
+    only. A model that is random in training mode is checked there by its losses, unless its samples are proven
+    independent.
 
-    Returns whether all samples told something, a gradient that is finite and not zero: where not, look at others.
+    Returns:
+        Whether every gradient was finite and nonzero. If not, the comparison proves nothing: check other samples.
     """
-    told = False
+    conclusive = False
     modes = modes_to_check(subject, batch)
     for training in modes:
-        told |= _check_samples(subject, batch, training)
+        conclusive |= _check_samples(subject, batch, training)
     with moved(subject) as elsewhere:
-        for training in modes if _can_be_taken(elsewhere, batch, modes[0]) else ():
-            told |= _check_samples(elsewhere, batch, training)
+        for training in modes if _runs(elsewhere, batch, modes[0]) else ():
+            conclusive |= _check_samples(elsewhere, batch, training)
     if subject.model.training and len(modes) == 1 and not proven:
         _refuse_mixed_losses(subject, subject.at_once(batch))
-    return told
+    return conclusive
 
 
 def modes_to_check(subject: Subject, batch: Any) -> tuple[bool, ...]:
-    """(False,) for eval mode; also True where training mode computes something else, and the same each time.
+    """(False,) for eval mode; also True if training mode computes something else, and the same each time.
 
-    Samples may be mixed in training mode only, as BatchNorm does. Randomness other than by dropout layers hides that
-    from a comparison of gradients. (True,) alone for a loss that cannot be taken in eval mode.
+    A model may mix samples in training mode only, as BatchNorm does. Randomness other than dropout layers hides this
+    from a comparison of gradients. (True,) alone for a loss that fails in eval mode.
     """
     batch = subject.at_once(batch)
     if subject.plan.gradients == "vmap":  # before a plain pass could leave something of these samples behind
@@ -122,13 +124,13 @@ def modes_to_check(subject: Subject, batch: Any) -> tuple[bool, ...]:
             drew |= training and not torch.equal(before, torch.default_generator.get_state())
             return torch.cat([part.detach().flatten().double().cpu() for part in parts]) if parts else torch.zeros(0)
 
-    if subject.model.training and not _can_be_taken(subject, batch, training=False):
+    if subject.model.training and not _runs(subject, batch, training=False):
         return (True,)
     evaluated = losses(False, 0)
     if not _same(evaluated, losses(False, 1)):
         raise ValueError(
-            "the loss draws chance in eval mode too, so that it cannot be checked: draw only where model.training is "
-            "set, or draw with the records and put it into the batch"
+            "the loss is random in eval mode, so it cannot be checked: draw random numbers only if model.training is "
+            "set, or draw them with the records and put them into the batch"
         )
     if not subject.model.training:
         return (False,)
@@ -137,17 +139,17 @@ def modes_to_check(subject: Subject, batch: Any) -> tuple[bool, ...]:
 
 
 def _refuse_unmapped(subject: Subject, batch: Any) -> None:
-    """Raise NotMapped where vmap cannot take the loss, or something made under it is kept."""
+    """Raise VmapUnsupported if vmap cannot run the loss, or if something made under it is kept."""
     with subject.undisturbed(training=subject.model.training):
-        clipped_sum(subject, batch, SumBuffers().other_than(None, trained(subject.model)))
+        clipped_sum(subject, batch)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-def _can_be_taken(subject: Subject, batch: Any, training: bool) -> bool:
-    """Whether the loss can be taken at all: not every one can in eval mode, or at other parameters."""
+def _runs(subject: Subject, batch: Any, training: bool) -> bool:
+    """Whether the loss runs at all: some fail in eval mode, or at other parameters."""
     try:
         with subject.undisturbed(training=training), torch.no_grad():
             subject.loss_fn(subject.model, subject.at_once(batch))
@@ -167,7 +169,7 @@ def _refuse_mixed_losses(subject: Subject, batch: Any) -> None:
 
     if not math.isclose(once := first_loss(batch, 0)[0], first_loss(batch, 0)[0], rel_tol=1e-4) and once == once:
         raise ValueError(
-            "the loss draws chance from another place than torch's global generator, in training mode, so that it "
+            "the loss draws random numbers from a source other than torch's global generator, in training mode, so it "
             "cannot be checked: draw by torch's own functions, without a generator"
         )
     for seed in range(_MIXING_SEEDS if samples > 1 else 0):
@@ -181,33 +183,32 @@ def _refuse_mixed_losses(subject: Subject, batch: Any) -> None:
 
 
 def _in_double(subject: Subject, wide: Any, training: bool) -> Subject | None:
-    """In float64, in which the batch is; None where the model is too large to copy, or cannot be run in it."""
+    """The subject in float64, like the batch; None if the model is too large to copy or does not run in float64."""
     if sum(parameter.numel() for parameter in subject.model.parameters()) > _MOST_IN_DOUBLE:
         return None
     try:
         exact = subject.in_double()
     except Exception:  # a model that cannot be copied
         return None
-    return exact if _can_be_taken(exact, wide, training) else None
+    return exact if _runs(exact, wide, training) else None
 
 
 def check_losses(subject: Subject, batch: Any) -> None:
-    """A sample's loss must be the same in a whole micro-batch and in a part of it, and every layer's rows its own: two
-    samples may be mixed by nothing that more are mixed by.
+    """A sample's loss must be the same in a whole micro-batch and in a part of it, and every layer's rows its own.
 
-    In the modes in which the model may run, with random draws made constant; at the present parameters and at others
-    near them, since behind a head of zeros every loss is the same. The first samples in float64 too, where that can be
-    had: what rounding may do to one sample, many could do to each other on purpose.
+    A model may mix three samples and not two, so whole micro-batches are compared. This is done in every mode in which
+    the model runs, with random draws made constant, at the present parameters and at others near them: behind a head of
+    zeros every loss is the same. The first samples are compared in float64 too, if the model runs in it.
     """
-    modes = [mode for mode in (False, subject.model.training) if _can_be_taken(subject, batch, mode)]
+    modes = [mode for mode in (False, subject.model.training) if _runs(subject, batch, mode)]
     for training in sorted(set(modes or [True])):
         with subject.undisturbed(training=training):
             anatomy, values, samples = Anatomy(subject.model), trained(subject.model), batch_size(batch)
-            for _ in capture(anatomy, subject.plan, values, subject.loss_fn, batch, samples, 1.0, rows="marked"):
+            for _ in capture(Pass(anatomy, subject.plan, subject.loss_fn, values, batch, samples, rows="marked")):
                 pass
         _refuse_shared_losses(subject, batch, training)
         with moved(subject) as elsewhere:
-            if _can_be_taken(elsewhere, batch, training):
+            if _runs(elsewhere, batch, training):
                 _refuse_shared_losses(elsewhere, batch, training)
 
 
@@ -229,7 +230,7 @@ def _refuse_shared_losses(subject: Subject, batch: Any, training: bool) -> None:
 
 
 def _losses_agree(subject: Subject, batch: Any, training: bool) -> bool:
-    """Whether samples have the same losses together and in two parts: odd ones, since they may be mixed in groups."""
+    """Whether samples have the same losses together and in two parts, of odd sizes: groups of samples may be mixed."""
 
     def losses(some: Any) -> tuple[Tensor, bool]:
         with (
@@ -250,9 +251,9 @@ def _losses_agree(subject: Subject, batch: Any, training: bool) -> bool:
 
 
 def check_collation(subject: Subject, indices: Sequence[int], batch_of: Callable[[list[int]], Any]) -> None:
-    """A record must come out of `batch_of` alike alone and with others, but for padding that changes no gradient.
+    """A record must come out of `batch_of` the same alone and with others, except for padding that changes no gradient.
 
-    The longest record is put together with short ones, until a pair of gradients tells something.
+    The longest record is collated with short ones, until the gradients of a pair are finite and nonzero.
     """
     device = next(subject.model.parameters()).device
     alone = {index: to_device(batch_of([index]), device) for index in indices}
@@ -269,27 +270,27 @@ def check_collation(subject: Subject, indices: Sequence[int], batch_of: Callable
 def _collates(
     subject: Subject, batch_of: Callable[[list[int]], Any], alone: Mapping[int, Any], indices: list[int]
 ) -> bool:
-    """Whether some records told something; refused if they are not the same together and apart."""
+    """Whether the gradients of some records were finite and nonzero; raises if they differ together and apart."""
     device = next(subject.model.parameters()).device
     pair = to_device(batch_of(indices), device)
-    told = check_samples(subject, pair)
+    conclusive = check_samples(subject, pair)
     apart = [alone[index] for index in indices]
     if not same_batches(pair, to_device(batch_of(indices), device)):
         raise ValueError(
-            "collate_fn makes another batch of the same records each time, so that it cannot be checked: draw chance "
-            "in loss_fn, where model.training is set"
+            "collate_fn makes another batch of the same records each time, so it cannot be checked: draw random "
+            "numbers in loss_fn, where model.training is set"
         )
     agree = True
     for training in modes_to_check(subject, pair):
         agree &= _settled(subject, pair, apart, training).found.agree
         with moved(subject) as elsewhere:
-            if _can_be_taken(elsewhere, pair, training):
+            if _runs(elsewhere, pair, training):
                 agree &= _settled(elsewhere, pair, apart, training).found.agree
     if agree:
-        return told
+        return conclusive
     raise ValueError(
-        "a record's gradient changes with the records that it is collated with, by padding or otherwise, so that one "
-        "record moves the others' gradients: mask the padding in the model and in loss_fn, or pad to a fixed length; "
+        "a record's gradient changes with the records that it is collated with, by padding or otherwise, so one record "
+        "moves the others' gradients: mask the padding in the model and in loss_fn, or pad to a fixed length; "
         "mix no records in collate_fn or in the dataset"
     )
 
@@ -302,14 +303,14 @@ def check_augmentation(function: Callable[[Any, Tensor], Any], batch: Any, unifo
         pairs = zip(tensors_of(select(together, chosen)), tensors_of(function(single, uniforms[chosen])), strict=True)
         if not all(one.shape == other.shape and torch.allclose(one, other, equal_nan=True) for one, other in pairs):
             raise ValueError(
-                "the augmentation makes a sample depend on the other samples of its batch, or draws chance of its own: "
-                "change each sample by its own uniforms alone"
+                "the augmentation makes a sample depend on the other samples of its batch, or draws random numbers of "
+                "its own: change each sample by its own uniforms alone"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Settled:
-    """A comparison, and what it was made with in the end."""
+    """A comparison, and what it was made with at the end."""
 
     found: Compared
     subject: Subject
@@ -317,9 +318,11 @@ class _Settled:
 
 
 def _settled(subject: Subject, batch: Any, alone: Sequence[Any], training: bool) -> _Settled:
-    """Rounding may put an activation on the other side of a kink (ReLU, max-pool), which is no fault of the model.
+    """Compare, and compare again in float64 if there is a difference.
 
-    What remains in float64 is one; where that cannot be had, what remains at two other parameters too.
+    Rounding may put an activation on the other side of a kink (ReLU, max-pool), which is no fault of the model. A
+    difference that remains in float64 is a fault. If the model does not run in float64, a difference at two other sets
+    of parameters is one.
     """
     with subject.undisturbed(training=training):
         found = compared(subject, batch, alone)
@@ -342,25 +345,25 @@ def _check_samples(subject: Subject, batch: Any, training: bool) -> bool:
     settled = _settled(subject, batch, singles(batch), training)
     found = settled.found
     if found.agree:
-        return found.told
+        return found.conclusive
     with settled.subject.undisturbed(training=training):
         alone = [compared(settled.subject, single, [single]).agree for single in settled.alone]
     where = "randomness in training mode" if training else "randomness in eval mode"
     wrong = found.worst
     if len(alone) > 1 and all(alone):
-        raise NotTakenApart(
+        raise UnsupportedModel(
             f"a sample's gradient depends on the other samples of its batch (seen at parameter {wrong!r}): look for an "
             "operation across axis 0, a layer that puts the batch second (batch_first), positions without a batch axis "
             "(give them a leading axis of size one), rows that are not grouped by sample (of two views in one "
             f"pass, those of a sample must follow each other), or {where}"
         )
     if subject.plan.gradients == "vmap":
-        raise NotMapped(
-            f"the gradient of parameter {wrong!r} under vmap is not that of plain autograd: look for chance that is "
-            "not drawn by torch's functions (or with a generator), a hook on a parameter, a weight used outside its "
-            f"module, or {where}"
+        raise VmapUnsupported(
+            f"the gradient of parameter {wrong!r} under vmap differs from plain autograd's: look for random numbers "
+            "that torch's functions do not draw (or draw with a generator), a hook on a parameter, a weight used "
+            f"outside its module, or {where}"
         )
-    raise NotTakenApart(
+    raise UnsupportedModel(
         f"the gradient of parameter {wrong!r} does not come through its own layer's forward pass: look for a penalty "
         "on weights inside loss_fn (use the optimizer's weight_decay), a weight used outside its layer "
         f"(F.linear(x, other.weight)), a gradient taken inside loss_fn, or {where}"

@@ -1,7 +1,7 @@
-"""The watch: at every step a few samples are run again alone, and what they add must be what they add in their batch.
+"""The watch: at every step a few samples run again alone, and must add the same as in their batch.
 
-Checks before training see the first samples only. This one sees samples of every step, in the mode in which the model
-trains, with the same parameters and the same dropout. A form of batch that is new is always looked at.
+Checks before training see the first samples only. The watch sees samples of every step, in training mode, with the same
+parameters and the same dropout. A batch of a new form is always watched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.arithmetic import wide_dtype
 from pmlf.engine.capture import capture
 from pmlf.engine.factors import Factors
-from pmlf.engine.layers import Contribution, NotTakenApart
+from pmlf.engine.layers import Contribution, UnsupportedModel
+from pmlf.engine.passes import Pass
 from pmlf.mechanism.noise import Randomness, torch_seeded
 
 _SAMPLES = 2  # of a logical batch, on average, and at most of a micro-batch
@@ -36,7 +37,7 @@ Part = tuple[str, tuple[Tensor, ...]]  # a parameter, and one sample's share of 
 
 
 class Watch:
-    """Chooses samples, takes down what they add in their batch, and holds it against what they add alone."""
+    """Chooses samples, records what they add in their batch, and compares it with what they add alone."""
 
     def __init__(self, subject: Subject, randomness: Randomness, expected_batch_size: float) -> None:
         self._subject = subject
@@ -48,7 +49,7 @@ class Watch:
     def choice(
         self, batch: Any, part: slice, step: int, micro_batch: int, points: int
     ) -> tuple[WatchedPass | None, int]:
-        """The samples of a pass to watch, if any, and the evaluation point at which; some where its form is new."""
+        """The samples of a pass to watch, if any, and the evaluation point; at least one if the batch's form is new."""
         size = part.stop - part.start
         stream = self._randomness.stream("watch", step, micro_batch, part.start)
         count = min(_SAMPLES, len(stream.chosen(size, self._rate)))
@@ -62,35 +63,37 @@ class Watch:
         return WatchedPass(samples, size, recording=self._draws), int(stream.words(1)[0] % np.uint64(points))
 
     def compare(self, taken: WatchedPass, point: PointPass, *, proven: bool) -> None:
-        """Run the watched samples of a pass again, each alone; refuse the batch if one adds something else there."""
+        """Run the watched samples of a pass again, each alone; raise if one adds something else."""
         if taken.drew and not taken.recording:
             taken = point.taken_again(self._subject, taken.samples, recording=True)
         self._draws = taken.drew
         allowed = _ALLOWED if proven else _ALLOWED_UNPROVEN
         try:
             self._hold(taken, point, allowed)
-        except CannotFollow:  # draws that cannot be made again for a part of a batch: all of them constant, then
+        except CannotFollow:  # draws that cannot be repeated for a part of a batch: make all of them constant
             try:
                 with constant_draws():
                     self._hold(point.taken_again(self._subject, taken.samples, recording=False), point, allowed)
             except Unknown as error:
-                raise NotTakenApart(
-                    "the loss draws randomness that cannot be drawn again for one sample, so that it cannot be watched "
+                raise UnsupportedModel(
+                    "the loss draws random numbers that cannot be drawn again for one sample, so the watch cannot see "
                     "whether samples influence each other: draw by dropout, rand or randn, with axis 0 for samples"
                 ) from error
 
     def _hold(self, taken: WatchedPass, point: PointPass, allowed: float) -> None:
         for sample in taken.samples:
             if point.difference(self._subject, taken, sample) > allowed and self._differs(taken, sample, point):
-                raise NotTakenApart(
-                    "a sample's gradient depends on the other samples of its batch: run again alone, with the same "
-                    "parameters and the same random draws, it is another one; look for an operation across axis 0, in "
-                    "the model or in loss_fn, that not every batch meets with"
+                raise UnsupportedModel(
+                    "a sample's gradient depends on the other samples of its batch: alone, with the same parameters "
+                    "and random draws, it is different; look for an operation across axis 0, in the model or in "
+                    "loss_fn, that not every batch reaches"
                 )
 
     def _differs(self, taken: WatchedPass, sample: int, point: PointPass) -> bool:
-        """Rounding may put an activation on the other side of a kink, or choose another expert: what remains in float64
-        is no rounding. Where the model does not run in it, what remains for two other samples."""
+        """Whether the difference remains in float64, or, if the model does not run in float64, for two other samples.
+
+        Rounding may put an activation on the other side of a kink, or choose another expert.
+        """
         try:
             exact, wide = self._subject.in_double(), point.in_double()
             again = wide.taken_again(exact, [sample], recording=taken.recording)
@@ -105,7 +108,7 @@ class Watch:
 
 @dataclass(frozen=True, kw_only=True)
 class PointPass:
-    """A batch at one evaluation point, as often as it is run: parameters, seed of the random draws, weight."""
+    """A batch at one evaluation point, which can run again: parameters, seed of the random draws, weight."""
 
     values: Mapping[str, Tensor]
     batch: Any
@@ -125,7 +128,7 @@ class PointPass:
         return again
 
     def difference(self, subject: Subject, taken: WatchedPass, sample: int) -> float:
-        """How far what a sample adds alone is from what it adds in its batch, over the latter."""
+        """The relative difference between what a sample adds alone and in its batch."""
         single = select(self.batch, slice(sample, sample + 1))
         with torch_seeded(self.seed, self._device), taken.replayed(sample):
             alone = [(name, _share(found, 0)) for name, found in self._contributions(subject, single)]
@@ -137,7 +140,7 @@ class PointPass:
     def _contributions(self, subject: Subject, batch: Any) -> Iterator[tuple[str, Contribution]]:
         anatomy, samples = Anatomy(subject.model), batch_size(batch)
         plan, loss_fn = subject.plan, subject.loss_fn
-        return capture(anatomy, plan, self.values, loss_fn, batch, samples, self.weight, rows="their own")
+        return capture(Pass(anatomy, plan, loss_fn, self.values, batch, samples, self.weight))
 
     @property
     def _device(self) -> torch.device:
@@ -145,7 +148,7 @@ class PointPass:
 
 
 class WatchedPass(ExitStack):
-    """One pass of a batch through the model, while it runs: its random draws, and what some samples add."""
+    """A pass of a batch that is being watched: its random draws, and what some samples add."""
 
     def __init__(self, samples: list[int], size: int, *, recording: bool) -> None:
         super().__init__()
@@ -180,15 +183,15 @@ class WatchedPass(ExitStack):
 
 
 def _share(contribution: Contribution, sample: int) -> tuple[Tensor, ...]:
-    """One sample's factors, or its gradient where that is formed: copies, since what is there may be written over."""
+    """One sample's factors, or its gradient if that is formed: copies, because the originals may be overwritten."""
     if isinstance(contribution, Factors):
         return tuple(side.clone() for side in contribution.sides(slice(sample, sample + 1)))
     return (contribution[sample].clone(),)
 
 
 def _distance(some: list[tuple[Tensor, ...]], others: list[tuple[Tensor, ...]]) -> float:
-    """How far apart two lists of contributions are, over the size of the first; infinite where they are of other forms,
-    0 where neither is finite, since such a sample adds nothing."""
+    """The distance of two lists of contributions, relative to the first; infinite if their forms differ, 0 if neither
+    is finite, because such a sample adds nothing."""
     apart, whole, whole_other = 0.0, 0.0, 0.0
     for one, other in zip(some, others, strict=True):
         if [side.shape for side in one] != [side.shape for side in other]:

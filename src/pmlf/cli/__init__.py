@@ -1,4 +1,4 @@
-"""The command line: a dataclass a command, whose fields are the options and whose docstrings are the help."""
+"""The command line. Each command is a dataclass: its fields are the options, their docstrings the help text."""
 
 from pmlf.cli.main import main
 

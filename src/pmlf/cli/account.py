@@ -1,4 +1,4 @@
-"""`pmlf account`."""
+"""`pmlf account`: convert between epsilon and noise, verify a certificate, sum up a ledger."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from pmlf.experiments.spec import USUAL_DELTA, Budget, shown_default
 
 @dataclass(frozen=True, kw_only=True)
 class Account(Budget, Command):
-    """The noise multiplier for an epsilon, the epsilon of a noise multiplier, a certificate checked, a ledger added up.
+    """Compute the noise for an epsilon or the epsilon of a noise; verify a certificate; sum up a ledger.
 
-    A step draws each record with probability batch size / records and adds Gaussian noise to the clipped sum. Without
-    any option: the noise of a `pmlf train` without any option. PLD is the accountant that `pmlf train` uses; RDP is
-    looser and stands beside it for comparison. Nothing is trained.
+    Nothing is trained. Each step draws every record with probability batch size / records and adds Gaussian noise to
+    the clipped sum. With no options: the noise of `pmlf train` with no options. Epsilon is computed with the PLD
+    accountant, as in `pmlf train`. The RDP value is printed for comparison; it is looser.
     """
 
     certificate: Annotated[Path | None, shown_default("none", "FILE")] = None
-    """Recompute every epsilon of this certificate.json from its own numbers. Exit code 0 if all hold, 1 if not.
-    Whether its numbers are true is not for arithmetic to say."""
+    """Verify this certificate.json: recompute every epsilon from the numbers in it. Exit code 0 if all hold, else 1.
+    This checks the arithmetic. It cannot check that the numbers describe the training that took place."""
 
     ledger: Annotated[Path | None, shown_default("none", "FILE")] = None
-    """Say what the runs in this ledger have spent together, at --delta (default: 1e-5): by PLD if all is of one run
-    with one plan, by an RDP filter if there is more."""
+    """Print the epsilon that all runs in this ledger spend together, at --delta (default: 1e-5).
+    PLD for a single run with a single plan, otherwise an RDP filter."""
 
     records: int = 12_000
     """Number n of training records."""
 
     def execute(self) -> int:
         if self.certificate is not None and self.ledger is not None:
-            raise ValueError("--certificate and --ledger are both given: each is looked at by itself, so give one")
+            raise ValueError("--certificate and --ledger are both given: give one of them")
         if self.certificate is not None:
             return self._check(self.certificate)
         if self.ledger is not None:
@@ -52,7 +52,7 @@ class Account(Budget, Command):
                 "claims": [{**asdict(claim), "holds": claim.holds} for claim in found],
             },
             *([claims_table(found)] if found else []),
-            "The certificate does NOT hold: " + reason + "." if reason else "The certificate holds.",
+            f"The certificate does NOT hold: {reason}." if reason else "The certificate holds.",
         )
         return 1 if reason else 0
 
@@ -62,7 +62,7 @@ class Account(Budget, Command):
 
         tally = ledger.read(path)
         delta = USUAL_DELTA if self.delta is None else self.delta
-        planned = len({trial.plan for trial in tally.trials}) == 1
+        planned = len({trial.key for trial in tally.trials}) == 1
         if planned:
             ((event, count),) = tally.events.items()
             spent = accounting.epsilon(**asdict(event), steps=count, delta=delta)
@@ -72,9 +72,9 @@ class Account(Budget, Command):
             {
                 "run": t.run,
                 "beginning": t.beginning,
-                **asdict(t.event),
-                "planned_steps": t.planned_steps,
-                "seeded": t.replayable,
+                **asdict(t.plan.event),
+                "planned_steps": t.plan.steps,
+                "seeded": tally.replayable(t),
                 "events": count,
             }
             for t, count in tally.trials.items()
@@ -91,11 +91,11 @@ class Account(Budget, Command):
         from pmlf.mechanism import accounting
 
         if self.records < 1:
-            raise ValueError(f"records={self.records} is no training set: give 1 or more")
+            raise ValueError(f"records={self.records} is not a number of training records: give 1 or more")
         if not 0 < self.batch_size <= self.records:
             raise ValueError(
-                f"batch_size={self.batch_size} is not in (0, {self.records}]: it is the expected number of records a "
-                "step, at most all of them"
+                f"batch_size={self.batch_size} is not in (0, {self.records}]: it is the expected number of records per "
+                "step, at most the number of records"
             )
         budget = self.resolved(self.records)
         assert budget.delta is not None
@@ -113,7 +113,9 @@ class Account(Budget, Command):
             for name in ("pld", "rdp")
         )
         if budget.delta * self.records >= 1:
-            warnings.warn(f"delta={budget.delta} is not below 1/n = {1 / self.records:.3g}: choose less", stacklevel=1)
+            warnings.warn(
+                f"delta={budget.delta} is not below 1/n = {1 / self.records:.3g}: give a smaller one", stacklevel=1
+            )
         self.show(
             {
                 "noise_multiplier": noise_multiplier,
@@ -129,7 +131,7 @@ class Account(Budget, Command):
                 [
                     ("noise multiplier", f"{noise_multiplier:.5g}"),
                     ("epsilon", f"{pld:.5g} by PLD, {rdp:.5g} by RDP, at delta {budget.delta:.3g}"),
-                    ("steps", f"{steps}, each record joining with probability {rate:.4g}"),
+                    ("steps", f"{steps}, each record drawn with probability {rate:.4g}"),
                 ]
             ),
         )

@@ -1,4 +1,4 @@
-"""`pmlf audit`."""
+"""`pmlf audit`: empirical lower bounds on epsilon, for the methods and for a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pmlf.cli.common import Command, check_plot
 from pmlf.experiments.spec import MethodOptions, RunSpec, Setting, TextOptions, comparison, flag, shown_default
 
 if TYPE_CHECKING:  # torch behind it takes seconds to import
-    from pmlf.audit import ModelReport, ModelSettings, Report, Settings
+    from pmlf.audit import AuditReport, AuditSettings, ModelReport, ModelSettings
 
 CLAIM_WRONG = 1
 _DATASET = "fashion-mnist-small"
@@ -28,34 +28,34 @@ _EPSILON, _MODEL_EPSILON = 1.0, 8.0
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The model mode, which --model or --dataset asks for."""
+    """Options of the model audit, which --model or --dataset selects."""
 
     model: Annotated[str | None, shown_default("none; with --dataset cnn5 or FacebookAI/roberta-base")] = None
-    """Instead: send the worst record that a search finds through this model and its loss, as `pmlf train` names them.
+    """Audit this model and its loss instead, with the worst record that a search finds. Named as in `pmlf train`.
     Images: cnn5, linear, resnet18, vit, vit-tiny or vit-small. Texts: a name on the Hugging Face hub, or a folder."""
 
     dataset: Annotated[str | None, shown_default(f"none; with --model {_DATASET}, inside the package")] = None
-    """Whose first test records the search begins with, as `pmlf train` names datasets. Test records are not protected:
-    the report shows what is computed from them without noise."""
+    """Dataset whose first test records the search starts from. Named as in `pmlf train`.
+    Test records are not protected: the report shows numbers computed from them without noise."""
 
     data_dir: Annotated[Path | None, shown_default("$PMLF_DATA, else the Hugging Face hub")] = None
-    """Folder of datasets laid out as the hub lays them out."""
+    """Folder of datasets with the layout of the Hugging Face hub."""
 
     examples: int = 8
-    """Records that the search begins with, and the most that are in a batch together."""
+    """Number of records the search starts from. No batch has more."""
 
     restarts: int = 8
-    """Climbs of the search, in each mode of the model."""
+    """Number of hill climbs, in training mode and in eval mode each."""
 
     tries: int = 60
-    """Moves tried in a climb: scaling, perturbing, copying, flipping, other labels or tokens, of the record and others.
-    What moves the clipped sum as far or further is kept."""
+    """Number of moves tried in each climb. A move scales, perturbs, copies or flips values or changes labels or tokens,
+    of the record or of others. It is kept if the clipped sum changes by as much as before, or more."""
 
     runs: int = 400
-    """Runs of the mechanism for the bounds on epsilon, half of them with the record; 0 for the search alone."""
+    """Number of runs for the bounds on epsilon, half of them with the record. 0: the search alone."""
 
     clip_norm: float = 1.0
-    """Largest norm C of what one record adds to a step: the search reports multiples of it."""
+    """Clip norm C. The search reports multiples of it."""
 
     text: TextOptions = field(default_factory=TextOptions)
 
@@ -69,47 +69,48 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit(Command):
-    """Attack a method as it is implemented, and say how much epsilon the attack proves to be spent, at the least.
+    """Attack the implementation of a method and print lower bounds on the epsilon it really spends.
 
-    Canaries, records that are their own gradient, go through the private step; from what it releases the audit tells
-    which took part. What it can tell gives lower bounds on epsilon: by Gaussian DP (at a sample rate of 1), by the
-    definition with Clopper-Pearson bounds, and from one run with guesses fixed beforehand (Steinke et al. 2023), this
-    one at a thousandth of delta, beside what is claimed there. A bound above the claim refutes it; a claim that stands
-    is not proven.
+    The audit sends canaries through the private step: records whose gradient is the record itself. From the released
+    gradients it guesses which canaries took part. This gives three lower bounds on epsilon: by Gaussian DP (only at a
+    sample rate of 1), by the definition of DP with Clopper-Pearson intervals, and by the one-run audit of Steinke et
+    al. (2023), which is compared with the claim at delta/1000. A bound above the claim refutes it. A claim that is not
+    refuted is not proven.
 
-    With --model: a search by hill climbing for the record that moves the clipped sum of that model's gradients
-    furthest, as a multiple of the clip norm, which must be at most 1; then bounds on epsilon from short runs with and
-    without that record. `pmlf audit --model cnn5` works as it stands; `--model linear --runs 0` takes seconds.
+    With --model, the audit searches for the record that moves the clipped sum of that model's gradients furthest. The
+    change must be at most the clip norm. It then bounds epsilon from short runs with and without that record.
+    `pmlf audit --model cnn5` needs no other option; `pmlf audit --model linear --runs 0` takes seconds.
 
-    Exit code 1: a claim was refuted, or with --controls a broken variant was not.
+    Exit code 1: a claim is refuted, or with --controls a broken variant is not.
     """
 
     method: tuple[str, ...] = ("dp-pmlf",)
-    """Some of dp-pmlf, lp-dpsgd, dpsgd, inner-outer, disk, dp-pmlf-without-pm, dp-pmlf-without-lf."""
+    """One or more of dp-pmlf, lp-dpsgd, dpsgd, inner-outer, disk, dp-pmlf-without-pm, dp-pmlf-without-lf."""
 
     controls: bool = False
-    """Instead: deliberately broken variants, each of which must be refuted, with steps and sampling of their own.
-    Clipping per point, half the noise, noise reused, division by the batch drawn, empty batches skipped, BatchNorm.
-    With --model, variants of it: inputs centred over the batch, class weights of the batch, clipping per point."""
+    """Audit deliberately broken variants instead; each must be refuted. They have their own steps and sample rate.
+    Clipping per point, half the noise, reused noise, division by the drawn batch size, skipping empty batches,
+    BatchNorm. With --model, variants of that model: inputs centred over the batch, class weights from the batch,
+    clipping per point."""
 
     epsilon: Annotated[float | None, shown_default(f"{_EPSILON:g}; with --model {_MODEL_EPSILON:g}")] = None
-    """The claim; the noise is what the accountant gives for it. A few hundred runs show little of a small one."""
+    """The claim to test; the accountant chooses the noise for it. A few hundred runs cannot show a small epsilon."""
 
     delta: float = 1e-5
-    """Of the claim."""
+    """Delta of the claim."""
 
     steps: int = 4
-    """Releases of a run."""
+    """Steps of one run."""
 
     sample_rate: float = 1.0
-    """Chance of a record to be drawn at a step; at 1 the attack is strongest."""
+    """Probability that a step draws a record. The attack is strongest at 1."""
 
     canaries: int = _CANARIES
-    """Canaries, of which each takes part by a fair coin: a half are the records, a half the control group.
-    Not for --model, which has --runs."""
+    """Number of canaries. A fair coin decides for each whether it takes part; the others are the control group.
+    Not with --model, which has --runs."""
 
     guesses: Annotated[int | None, shown_default("one canary in twenty")] = None
-    """How many canaries the one-run bound guesses."""
+    """Number of canaries that the one-run bound guesses."""
 
     confidence: float = 0.9999
     """Each bound holds with this probability."""
@@ -118,10 +119,10 @@ class Audit(Command):
     """Makes the audit reproducible."""
 
     secure_noise: bool = False
-    """Audit the noise of --secure-noise. Not for --model."""
+    """Audit the noise of `pmlf train --secure-noise`. Not with --model."""
 
     plot: Annotated[Path | None, shown_default("none")] = None
-    """Picture of the scores with and without the record: a .png, .pdf or .svg file."""
+    """Write a histogram of the scores with and without the record: a .png, .pdf or .svg file."""
 
     options: Annotated[MethodOptions, tyro.conf.arg(name="method")] = field(default_factory=MethodOptions)
 
@@ -136,7 +137,7 @@ class Audit(Command):
         from pmlf import audit
 
         settings = self._settings()
-        reports: list[Report] = []
+        reports: list[AuditReport] = []
         if self.controls:
             for control in audit.CONTROLS:
                 with _bar(control.name) as progress:
@@ -170,10 +171,10 @@ class Audit(Command):
             *([display.audit_table(privacy)] if privacy else []),
         )
 
-    def _settings(self) -> Settings:
+    def _settings(self) -> AuditSettings:
         from pmlf import audit
 
-        return audit.Settings(
+        return audit.AuditSettings(
             epsilon=_EPSILON if self.epsilon is None else self.epsilon,
             delta=self.delta,
             steps=self.steps,
@@ -205,16 +206,20 @@ class Audit(Command):
         if not self.of_model.asked_for:
             for name, value in vars(ModelOptions()).items():
                 if getattr(self.of_model, name) != value:
-                    raise ValueError(f"{flag(name)} is for the audit of a model: give --model too, cnn5 for example")
+                    raise ValueError(f"{flag(name)} needs --model: add it, as in --model cnn5")
             return
         for name, value in (("canaries", _CANARIES), ("guesses", None), ("secure_noise", False)):
             if getattr(self, name) != value:
-                raise ValueError(f"{flag(name)} is not for the audit of a model: leave it out, --runs says how many")
+                raise ValueError(
+                    f"{flag(name)} cannot be used with --model: leave it out; --runs sets the size of the audit"
+                )
         if self.plot is not None and not self.of_model.runs:
-            raise ValueError("--plot draws the scores of runs, and --runs 0 makes none: give --runs 400, or no --plot")
+            raise ValueError(
+                "--plot draws the scores of runs, and --runs 0 has none: give --runs 400, or leave --plot out"
+            )
 
     def _conclude(
-        self, about: Mapping[str, Any], reports: Sequence[Report | ModelReport], *tables: RenderableType
+        self, about: Mapping[str, Any], reports: Sequence[AuditReport | ModelReport], *tables: RenderableType
     ) -> int:
         right = [report.refuted == self.controls for report in reports]
         self.show(
@@ -228,18 +233,20 @@ class Audit(Command):
         subjects, confidence = ", ".join(wrong), f"each bound at {100 * self.confidence:g} % confidence"
         if self.controls:
             return (
-                f"Not caught: {subjects} ({confidence})." if wrong else f"Every broken variant is caught, {confidence}."
+                f"NOT refuted: {subjects} ({confidence})."
+                if wrong
+                else f"Every broken variant is refuted, {confidence}."
             )
         if wrong:
-            return f"REFUTED: {subjects} spends more than is claimed ({confidence})."
+            return f"REFUTED: {subjects} spends more epsilon than claimed ({confidence})."
         if not self.of_model.asked_for:
             return f"No bound is above its claim, {confidence}."
-        found = "No record was found that moves the sum by more than the clip norm"
+        found = "The search found no record that moves the sum by more than the clip norm"
         return f"{found}; no bound is above its claim, {confidence}." if self.of_model.runs else f"{found}."
 
 
 def _attacks(spec: RunSpec, given: ModelOptions, controls: bool) -> Iterator[tuple[str, Callable[..., ModelReport]]]:
-    """What to audit by name, with all that is audited but the settings: the model, or its broken variants."""
+    """(name, audit function without its settings) for the model, or for each of its broken variants."""
     from pmlf import audit
     from pmlf.experiments import tasks
 
@@ -255,7 +262,7 @@ def _attacks(spec: RunSpec, given: ModelOptions, controls: bool) -> Iterator[tup
 
 @contextmanager
 def _bar(subject: str) -> Iterator[Callable[[float], None]]:
-    """A bar on a terminal, nothing elsewhere."""
+    """A progress bar on a terminal, nothing elsewhere."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

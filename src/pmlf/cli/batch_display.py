@@ -1,4 +1,4 @@
-"""Progress of many runs: one bar over all of them and one for each that runs, or a line a run where no terminal is."""
+"""Progress of many runs on stderr: bars on a terminal, otherwise one line per finished run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from pmlf.reproduction.executors import Listener
-from pmlf.reproduction.jobs import Job, News
+from pmlf.reproduction.executors import JobListener
+from pmlf.reproduction.jobs import Job, JobProgress
 
 
 @contextmanager
-def batch_progress(console: Console, title: str) -> Iterator[Listener]:
-    """Bars on a terminal, a line a run elsewhere."""
+def batch_progress(console: Console, title: str) -> Iterator[JobListener]:
+    """Show one bar for all runs and one for each running run; without a terminal, one line per finished run."""
     if not console.is_terminal:
         yield _Lines(console, title)
         return
@@ -36,12 +36,12 @@ class _Lines:
         self._console, self._title = console, title
 
     def expected(self, jobs: int) -> None:
-        self._say(f"{self._title}: {jobs} runs to do")
+        self._say(f"{self._title}: {jobs} runs left")
 
     def began(self, job: Job) -> None:
         pass
 
-    def advanced(self, news: News) -> None:
+    def advanced(self, progress: JobProgress) -> None:
         pass
 
     def ended(self, job: Job, error: str | None) -> None:
@@ -63,8 +63,8 @@ class _Bars:
     def began(self, job: Job) -> None:
         self._running[job.key] = self._progress.add_task(f"  {job.label}", total=None, unit="steps")
 
-    def advanced(self, news: News) -> None:
-        self._progress.update(self._running[news.key], completed=news.step, total=news.steps)
+    def advanced(self, progress: JobProgress) -> None:
+        self._progress.update(self._running[progress.key], completed=progress.step, total=progress.steps)
 
     def ended(self, job: Job, error: str | None) -> None:
         self._progress.remove_task(self._running.pop(job.key))

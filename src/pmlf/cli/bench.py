@@ -1,4 +1,4 @@
-"""`pmlf bench`."""
+"""`pmlf bench`: time and memory of private gradients."""
 
 from __future__ import annotations
 
@@ -13,56 +13,57 @@ from pmlf.experiments.spec import shown_default
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(Command):
-    """What a private gradient costs on this machine, in time and memory, beside a plain one and beside others' ways.
+    """Measure time and memory of a private gradient on this machine, next to non-private training and other libraries.
 
-    Every contender has a process of its own, and all do one round before any does the next: a call that is not timed,
-    then those that are, as the steps of a training follow each other. The table gives the best and the median time of
-    one gradient, the peak of memory beyond imports, both also over a plain gradient's, and then whether each of the
-    project's targets holds. Models have random weights, and no dropout; nothing is downloaded.
-    pmlf-step is a whole step of DP-PMLF (k=2, filter, noise) over the case's batch, on cnn5 over four of them.
+    Every contender runs in its own process. They take turns: all finish a round before the next one starts, and each
+    round begins with an untimed call. The table shows the best and the median time of one gradient and the peak
+    memory beyond imports, also as ratios to a plain (non-private) gradient, and then whether the project's targets
+    hold. The models have random weights and no dropout. Nothing is downloaded.
+    pmlf-step is one whole step of DP-PMLF (k=2, filter, noise) over one batch, or four batches for cnn5.
     """
 
     cases: Annotated[tuple[str, ...] | None, shown_default("all", "NAME [NAME ...]")] = None
-    """Some of cnn5, resnet18, vit, roberta, linear."""
+    """One or more of cnn5, resnet18, vit, roberta, linear."""
 
     contenders: Annotated[tuple[str, ...] | None, shown_default("all", "NAME [NAME ...]")] = None
-    """Some of plain, plain-channels-last, opacus, opacus-ghost, vmap, pmlf-k1, pmlf-k2, pmlf-k4, pmlf-step."""
+    """One or more of plain, plain-channels-last, opacus, opacus-ghost, vmap, pmlf-k1, pmlf-k2, pmlf-k4, pmlf-step."""
 
     rounds: int = 7
-    """How often each is measured, after a warm-up that does not count."""
+    """Number of rounds, after a warm-up that does not count."""
 
     batch_scale: float = 1.0
-    """Factor on all batch sizes: less than 1 for a quick look."""
+    """Multiply all batch sizes by this factor. Give less than 1 for a quick look."""
 
     threads: Annotated[int | None, shown_default("the number of cores")] = None
-    """Threads of every process."""
+    """Number of threads of each process."""
 
     clock: Literal["wall", "cpu"] = "wall"
-    """wall, or on a machine that is busy with other work cpu: processor time, with --threads 1."""
+    """wall, or cpu for processor time on a busy machine; cpu needs --threads 1."""
 
     freed_memory: Literal["kept", "returned"] = "returned"
-    """returned: as malloc does by itself, large pieces go back to the system and are fetched anew in every step: how
-    each library comes, and where the targets were set. kept: what a step frees stays with its process for the next
-    one, as in `pmlf train`; so for every contender."""
+    """returned: large blocks that a step frees go back to the operating system, which is what malloc does by default.
+    The targets are set for this. kept: each process keeps freed memory for its next step, as `pmlf train` does."""
 
     growth: bool = False
-    """Instead: how time and memory of pmlf grow with k, micro-batch, width and sequence length of a transformer."""
+    """Measure instead how time and memory of pmlf grow with k, micro-batch size, width and sequence length."""
 
     out: Annotated[Path | None, shown_default("none")] = None
-    """File for the JSON document, with all raw times; written after every case."""
+    """Write the JSON document with all raw times to this file, after each case."""
 
     plot: Annotated[Path | None, shown_default("none")] = None
-    """Picture: a .png, .pdf or .svg file."""
+    """Write a chart: a .png, .pdf or .svg file."""
 
     def execute(self) -> int:
         from pmlf.bench import suite
 
         check_plot(self.plot)
         if self.out is not None and not self.out.parent.is_dir():
-            raise ValueError(f"out={str(self.out)!r} is in no folder that exists: make {str(self.out.parent)!r} first")
+            raise ValueError(
+                f"out={str(self.out)!r}: the folder {str(self.out.parent)!r} does not exist; make it first"
+            )
         if self.growth and (self.cases is not None or self.contenders is not None):
-            raise ValueError("--growth has a case and contenders of its own: leave --cases and --contenders out")
-        settings = suite.Settings(
+            raise ValueError("--growth has its own case and contenders: leave --cases and --contenders out")
+        settings = suite.BenchSettings(
             cases=self.cases,
             contenders=self.contenders,
             rounds=self.rounds,

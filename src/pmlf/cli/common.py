@@ -1,4 +1,4 @@
-"""What every command shares: a result as JSON or to be read, one-line messages, pictures checked early."""
+"""What all commands share: output as JSON or text, one-line messages, and errors in terms of flags."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from rich.console import Console, RenderableType
 from pmlf.experiments.spec import flag
 
 REFUSED = 2
-INTERRUPTED = 130  # as a shell reports a process that Ctrl-C ended
-_LIBRARY_NAMES = {"target_epsilon": "--epsilon", "target_delta": "--delta"}  # what options become in the library
+INTERRUPTED = 130  # the exit code that a shell reports after Ctrl-C
+_LIBRARY_NAMES = {"target_epsilon": "--epsilon", "target_delta": "--delta"}  # arguments whose flag has another name
 _PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command(ABC):
-    """What every command can do."""
+    """Base class of all commands."""
 
     json: bool = False
-    """Print one JSON document on stdout, and nothing else there."""
+    """Print one JSON document on stdout and nothing else."""
 
     @abstractmethod
     def execute(self) -> int:
-        """Do it, and return the exit code."""
+        """Run the command and return the exit code."""
 
     def show(self, document: Mapping[str, Any], *readable: RenderableType) -> None:
-        """The result on stdout, as JSON or to be read."""
+        """Print the result on stdout: `document` with --json, otherwise `readable`."""
         if self.json:
             print(json.dumps(document, indent=2))
         else:
@@ -41,26 +41,32 @@ class Command(ABC):
 
 
 def say(message: str) -> None:
-    """One line on stderr, whatever the message has in it."""
+    """Print a message on stderr as one line."""
     print("pmlf:", " ".join(message.split()), file=sys.stderr)
 
 
 def in_words_of_the_command_line(error: Exception, command: Command | None) -> str:
-    """An error's message with options as they are typed, where the library calls them by their Python names."""
+    """The message of a library error with arguments written as flags.
+
+    The library writes an argument as `name=value` or, on its own, in backticks. Both become the flag of that name if
+    the command has one: "batch_size=0" becomes "--batch-size=0", "`holdout`" becomes "--holdout". A name with an
+    underscore is always an argument.
+    """
     if isinstance(error, FileNotFoundError) and error.filename is not None:
-        return f"{str(error.filename)!r} does not exist: give one that does"
+        return f"{str(error.filename)!r} does not exist: give a path that does"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{str(error.filename)!r} cannot be used: {error.strerror}"
     options = set() if command is None else set(_option_names(command))
     typed = _LIBRARY_NAMES | {name: flag(name) for name in options}
 
-    def spelled(found: re.Match[str]) -> str:
-        name = found[0]
-        return typed[name] if name in typed and ("_" in name or found.string[found.end() :].startswith("=")) else name
+    def as_flag(found: re.Match[str]) -> str:
+        name = found["quoted"] or found["bare"]
+        certain = found["quoted"] or "_" in name or found.string[found.end() :].startswith("=")
+        return typed[name] if name in typed and certain else found[0]
 
     way_out = " or give --uncorrected" if "uncorrected" in options else ""
     message = str(error).replace(" or set corrected=False", way_out)
-    return re.sub(r"(?<![\w'.-])[a-z_]+(?!\w)", spelled, message)
+    return re.sub(r"`(?P<quoted>[a-z_]+)`|(?<![\w'.-])(?P<bare>[a-z_]+)(?!\w)", as_flag, message)
 
 
 def _option_names(options: Any) -> Iterator[str]:
@@ -73,10 +79,10 @@ def _option_names(options: Any) -> Iterator[str]:
 
 
 def check_plot(path: Path | None) -> None:
-    """Before the work that a picture is of, not after it."""
+    """Refuse a picture file that cannot be written, before the work starts."""
     if path is None:
         return
     if path.suffix not in _PLOT_SUFFIXES:
-        raise ValueError(f"plot={str(path)!r} is not a kind of picture: end it in {', '.join(_PLOT_SUFFIXES)}")
+        raise ValueError(f"plot={str(path)!r} is not an image file: end the name in {', '.join(_PLOT_SUFFIXES)}")
     if not path.parent.is_dir():
-        raise ValueError(f"plot={str(path)!r} is in no folder that exists: make {str(path.parent)!r} first")
+        raise ValueError(f"plot={str(path)!r}: the folder {str(path.parent)!r} does not exist; make it first")

@@ -1,4 +1,4 @@
-"""What a terminal shows of results, on stdout: facts in two columns, tables, a picture."""
+"""Results on stdout: facts in two columns, tables, a chart."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.table import Table
 
 from pmlf.experiments.results import RunResult
 
-if TYPE_CHECKING:  # torch behind it takes seconds to import
-    from pmlf.audit import ModelReport, Report
+if TYPE_CHECKING:  # they import torch, which takes seconds
+    from pmlf.audit import AuditReport, ModelReport
     from pmlf.evidence.certificate import Claim
     from pmlf.mechanism.filter_report import FilterReport
 
@@ -32,7 +32,7 @@ def percent(fraction: float | None) -> str:
 
 
 def accuracies(last: float | None, averaged: float | None) -> str:
-    """The last iterate's accuracy, and that of the average where one is kept.
+    """Accuracy of the last iterate, and of the parameter average (EMA) if there is one.
 
     >>> accuracies(0.81, None), accuracies(0.81, 0.82)
     ('81.0 %', '81.0 %, EMA 82.0 %')
@@ -41,7 +41,7 @@ def accuracies(last: float | None, averaged: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, with minutes where there are some.
+    """Seconds as text, with minutes from 60 s on.
 
     >>> duration(75.3), duration(9.04)
     ('1 min 15 s', '9.0 s')
@@ -50,7 +50,7 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(fractions: Sequence[float]) -> str:
-    """Values from 0 to 1 as blocks.
+    """Values from 0 to 1 as block characters.
 
     >>> sparkline([0.1, 0.6, 1.0])
     '▁▅█'
@@ -59,7 +59,7 @@ def sparkline(fractions: Sequence[float]) -> str:
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and values in two columns; not a table, which would fold a long path.
+    """Names and values in two columns. Unlike a table, it does not wrap long paths.
 
     >>> print(facts([("epsilon", "3"), ("steps", "10")]))
     epsilon  3
@@ -70,9 +70,9 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def run_summary(result: RunResult) -> str:
-    """A run's result in a few lines."""
+    """The result of a run in a few lines."""
     spec = result.spec
-    noise = "cryptographic" if spec.seed is None else f"seed {spec.seed}: reproducible, so the model is not for release"
+    noise = "cryptographic" if spec.seed is None else f"seed {spec.seed}: reproducible, so do not release this model"
     return facts(
         [
             ("run", f"{spec.method}, {spec.model_name} on {spec.dataset}"),
@@ -87,21 +87,21 @@ def run_summary(result: RunResult) -> str:
 
 
 def _epsilon(result: RunResult) -> str:
-    """What is certified, and what was spent where that is less."""
+    """The certified epsilon, and the epsilon spent if that is less."""
     spent, unit = f"{result.epsilon:.4g}", "for adding or removing one training record"
     if result.certified_epsilon is None:
-        return f"{spent} spent at delta {result.spec.delta:.3g}; none is certified"
+        return f"{spent} spent at delta {result.spec.delta:.3g}; no epsilon is certified"
     certified = f"{result.certified_epsilon:.4g}"
     rest = "" if certified == spent else f"; {spent} spent so far"
     return f"{certified} at delta {result.spec.delta:.3g}, {unit}{rest}"
 
 
 def _why_fewer(result: RunResult) -> str:
-    return "; stopped at its epsilon, which lost steps or other runs have used up" if result.budget_spent else ""
+    return "; stopped early: lost steps or other runs in the ledger used up its epsilon" if result.budget_spent else ""
 
 
 def _scores(result: RunResult) -> list[tuple[str, str]]:
-    """A line a split: accuracy with its interval, F1 and the average's where there are some."""
+    """One line per split: accuracy with its confidence interval, and F1 and the EMA's accuracy if there are any."""
     if not result.evaluations:
         return [("test accuracy", "-")]
     last = result.evaluations[-1]
@@ -118,7 +118,7 @@ def _scores(result: RunResult) -> list[tuple[str, str]]:
 
 
 def comparison_table(results: Sequence[RunResult]) -> Table:
-    """A row a method, best accuracy in bold."""
+    """One row per method; the best accuracy is bold."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("method")
     for heading in ("epsilon", "test accuracy", "time"):
@@ -136,7 +136,7 @@ def comparison_table(results: Sequence[RunResult]) -> Table:
 
 
 def claims_table(claims: Sequence[Claim]) -> Table:
-    """What a certificate states, beside what its numbers give."""
+    """Each epsilon of a certificate, as stated and as recomputed from its numbers."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("claim")
     for heading in ("stated", "recomputed"):
@@ -149,7 +149,7 @@ def claims_table(claims: Sequence[Claim]) -> Table:
 
 
 def trials_table(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """A row a run of a ledger."""
+    """One row per run in a ledger."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("run")
     for heading in ("events", "planned", "noise multiplier", "sample rate"):
@@ -161,7 +161,7 @@ def trials_table(runs: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def filter_summary(report: FilterReport) -> str:
-    """A filter's numbers."""
+    """The properties of a filter."""
 
     def listed(values: Sequence[float]) -> str:
         return "  ".join(f"{value:.4g}" for value in values) or "none"
@@ -183,7 +183,7 @@ def filter_summary(report: FilterReport) -> str:
 
 
 def response_table(gains: Mapping[float, float]) -> Table:
-    """What is left of an oscillation, by its frequency."""
+    """Gain of the filter by frequency."""
     table = Table(box=SIMPLE_HEAD)
     for heading in ("cycles per step", "gain", "dB"):
         table.add_column(heading, justify="right")
@@ -192,12 +192,12 @@ def response_table(gains: Mapping[float, float]) -> Table:
     return table
 
 
-def audit_table(reports: Sequence[Report]) -> Table:
-    """A row a bound: what is claimed, what was measured, and whether the claim stands."""
-    table = Table(box=SIMPLE_HEAD)
+def audit_table(reports: Sequence[AuditReport]) -> Table:
+    """One row per bound: the claimed epsilon, the measured lower bound, and whether it refutes the claim."""
+    table = Table(box=SIMPLE_HEAD, title="epsilon: the claim and measured lower bounds", title_justify="left")
     table.add_column("audited")
     table.add_column("bound")
-    for heading in ("at delta", "claimed epsilon", "at least"):
+    for heading in ("at delta", "claimed", "at least"):
         table.add_column(heading, justify="right")
     table.add_column("claim")
     for report in reports:
@@ -208,14 +208,14 @@ def audit_table(reports: Sequence[Report]) -> Table:
                 f"{bound.delta:.3g}",
                 f"{bound.claimed:.4g}",
                 f"{bound.epsilon:.4g}",
-                "REFUTED" if bound.refutes else "stands",
+                "REFUTED" if bound.refutes else "not refuted",
                 style="bold" if bound.refutes else None,
             )
     return table
 
 
 def sensitivity_table(reports: Sequence[ModelReport]) -> Table:
-    """A row a model: how far the worst record found moves the clipped sum."""
+    """One row per model: how far the worst record found moves the clipped sum."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("audited")
     for heading in ("sum moved by", "in float64", "tried", "refused"):
@@ -229,25 +229,25 @@ def sensitivity_table(reports: Sequence[ModelReport]) -> Table:
             "-" if found.exact is None else f"{found.exact:.6f} C",
             str(found.evaluations),
             str(found.refused),
-            "stands" if found.holds else "REFUTED",
+            "not refuted" if found.holds else "REFUTED",
             style=None if found.holds else "bold",
         )
     return table
 
 
 def worst_records(reports: Sequence[ModelReport]) -> str:
-    """Where each worst record was found and by which moves, never what is in it."""
+    """Where the search found each worst record and by which moves. Never the record itself."""
     rows = []
     for report in reports:
         found = report.sensitivity
         mode = "training" if found.training else "eval"
-        where = f"example {found.example} beside {found.others} others, {mode} mode, release {found.releases + 1}"
+        where = f"example {found.example} with {found.others} others, {mode} mode, release {found.releases + 1}"
         rows.append((report.subject, f"{where}; {_counted(found.moves)}"))
     return facts(rows)
 
 
 def _counted(moves: Sequence[str]) -> str:
-    """Moves by name, those made most often first.
+    """Moves by name, the most frequent first.
 
     >>> _counted(["scale", "make zero", "scale"])
     '2 x scale, 1 x make zero'
@@ -255,12 +255,12 @@ def _counted(moves: Sequence[str]) -> str:
     counts = Counter(moves).most_common(_MOST_MOVES_NAMED)
     rest = len(moves) - sum(count for _, count in counts)
     named = [f"{count} x {name}" for name, count in counts] + ([f"{rest} more moves"] if rest else [])
-    return ", ".join(named) or "as it is"
+    return ", ".join(named) or "unchanged"
 
 
 def plot_accuracy(results: Sequence[RunResult], path: Path) -> None:
-    """Draw test accuracy against epochs, a line a method, into the image file `path`."""
-    # Figure alone, without pyplot: it needs no display and leaves no figure behind.
+    """Draw test accuracy against epochs, one line per method, into the image file `path`."""
+    # Figure instead of pyplot: no display needed, no global state
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 

@@ -1,4 +1,4 @@
-"""`pmlf filter`."""
+"""`pmlf filter`: properties of a low-pass filter."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ _PAPER_FILTER = ((-0.9,), (0.1,))
 
 @dataclass(frozen=True, kw_only=True)
 class Filter(Command):
-    """What a low-pass filter does to a private gradient: m_t = -sum_r a_r m_(t-r) + sum_r b_r v_(t-r).
+    """Analyse a low-pass filter for private gradients: m_t = -sum_r a_r m_(t-r) + sum_r b_r v_(t-r).
 
-    The noise gain is the variance of white noise after the filter, the mean delay the age in steps of what comes out.
-    Give coefficients, or one of the designs --butterworth, --moving-average, --exponential.
+    The noise gain is the variance of unit white noise after the filter. The mean delay is the mean age, in steps, of
+    the gradients in the output. Give coefficients, or one of --butterworth, --moving-average, --exponential.
     """
 
     a: Annotated[tuple[float, ...] | None, shown_default("-0.9", "[FLOAT ...]")] = None
-    """Feedback coefficients a_1 a_2 ..., as in `--a -0.9`; no number at all, `--a --b 0.5 0.5`, is no feedback."""
+    """Feedback coefficients a_1 a_2 ..., as in `--a -0.9`. Without numbers, as in `--a --b 0.5 0.5`: no feedback."""
 
     b: Annotated[tuple[float, ...] | None, shown_default("0.1", "FLOAT [FLOAT ...]")] = None
     """Feed-forward coefficients b_0 b_1 ..., as in `--b 0.15 -0.05`."""
 
     butterworth: Annotated[tuple[int, float] | None, shown_default("none", "ORDER CUTOFF")] = None
-    """Butterworth filter with its half-power point at CUTOFF, a fraction of half a cycle per step."""
+    """Butterworth filter. CUTOFF is the half-power frequency as a fraction of the Nyquist frequency."""
 
     moving_average: Annotated[int | None, shown_default("none", "STEPS")] = None
     """Mean of the last STEPS gradients."""
 
     exponential: Annotated[float | None, shown_default("none", "DECAY")] = None
-    """Exponential average in which the past weighs DECAY, in (0, 1)."""
+    """Exponential average: DECAY, in (0, 1), is the weight of the previous output."""
 
     uncorrected: bool = False
-    """Without bias correction, which allows any DC gain, as inner-outer's filter has: `--a -0.9 --b 1`."""
+    """No bias correction. Allows any DC gain, as in the filter of inner-outer: `--a -0.9 --b 1`."""
 
     weights: int = 8
-    """How many weights of the impulse response to print."""
+    """Number of impulse response weights to print."""
 
     plot: Annotated[Path | None, shown_default("none")] = None
-    """Picture of the frequency and the impulse response: a .png, .pdf or .svg file."""
+    """Write a chart of the frequency response and the impulse response: a .png, .pdf or .svg file."""
 
     def execute(self) -> int:
         from pmlf.mechanism import filter_report
@@ -57,7 +57,7 @@ class Filter(Command):
             raise ValueError(f"weights={self.weights} is not a number of weights to print: give 1 or more")
         low_pass = self._low_pass()
         report = filter_report.analyse(low_pass, self.weights)
-        # 51 points from 0 to 1/2 with the end are hundredths of a cycle apart
+        # 51 points from 0 to 1/2, both included, are 1/100 of a cycle apart
         _, response = low_pass.frequency_response(51)
         gains = {frequency: abs(complex(response[round(100 * frequency)])) for frequency in _SHOWN_FREQUENCIES}
         if self.plot:
@@ -80,7 +80,7 @@ class Filter(Command):
         }
         if sum(designs.values()) > 1:
             given = " and ".join(name for name, there in designs.items() if there)
-            raise ValueError(f"{given} are given, and each is a filter: give one")
+            raise ValueError(f"{given} are given, and each defines a filter: give one")
         if self.butterworth is not None:
             return filters.butterworth(*self.butterworth)
         if self.moving_average is not None:

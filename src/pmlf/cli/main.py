@@ -1,4 +1,4 @@
-"""The command `pmlf`: parse, execute, and turn what goes wrong into one line and an exit code."""
+"""The command `pmlf`: parses the arguments, runs a command, and reports errors in one line with an exit code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, TextIO
 
 import tyro
 
+import pmlf
 from pmlf.cli.account import Account
 from pmlf.cli.audit import Audit
 from pmlf.cli.bench import Bench
@@ -31,7 +32,21 @@ _AnyCommand = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, execute, and return the exit code: 0, 2 for what is refused, 130 after Ctrl-C."""
+    """Run the command line.
+
+    Args:
+        argv: the arguments; those of the process by default.
+
+    Returns:
+        The exit code: 0, 2 for refused arguments, 130 after Ctrl-C, or the command's own.
+
+    >>> main(["--version"])  # doctest: +ELLIPSIS
+    pmlf 0...
+    0
+    """
+    if (sys.argv[1:] if argv is None else argv) == ["--version"]:
+        print(f"pmlf {pmlf.__version__}")
+        return 0
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
         warnings.showwarning = _show_warning
@@ -40,17 +55,18 @@ def main(argv: list[str] | None = None) -> int:
             command = tyro.cli(
                 _AnyCommand,
                 prog="pmlf",
-                description="Differentially private training: DP-PMLF and its family.",
+                description="Differentially private training: DP-SGD, DP-PMLF and their family. "
+                "`pmlf --version` prints the version.",
                 args=argv,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
             )
             return command.execute()
-        except SystemExit as stop:  # --help, or what the parser refused with a message of its own
+        except SystemExit as stop:  # --help, or the parser has printed what it refuses
             return stop.code if isinstance(stop.code, int) else 1
         except KeyboardInterrupt:
             say("interrupted")
             return INTERRUPTED
-        except BrokenPipeError:  # whoever read the output has seen enough, as in `pmlf filter | head`
+        except BrokenPipeError:  # the reader of the output has ended, as in `pmlf filter | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""`pmlf report`."""
+"""`pmlf report`: results of `pmlf reproduce` as one HTML page."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from pmlf.experiments.spec import shown_default
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Command):
-    """A page of what `pmlf reproduce` has run, beside the paper's own numbers: one HTML file that needs nothing else.
+    """Show the results of `pmlf reproduce` next to the paper's numbers, in one self-contained HTML file.
 
-    Folders are those that `pmlf reproduce` wrote (its --out), and those of `pmlf train --diagnostics`. The same tables
-    as Markdown and LaTeX, and the charts as pictures, are written where they are asked for. Diagnostics are sensitive:
-    a page or Markdown that shows them is for your eyes alone (mode 0600).
+    Reads folders written by `pmlf reproduce` (its --out) and by `pmlf train --diagnostics`. Can also write the tables
+    as Markdown and LaTeX and the charts as images. Diagnostics are sensitive: a page or Markdown file that shows them
+    gets file mode 0600.
     """
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[DIR ...]")] = (
         Path("runs/reproduction"),
     )
-    """Folders with records; of two records of the same runs the later counts."""
+    """Folders with records. If two have a record of the same name, the later folder counts."""
 
     out: Path = Path("report.html")
-    """The page."""
+    """HTML file to write."""
 
     markdown: Annotated[Path | None, shown_default("none", "FILE")] = None
-    """The results in words and tables."""
+    """Markdown file to write: findings and tables."""
 
     latex: Annotated[Path | None, shown_default("none", "FILE")] = None
-    """The tables for a paper, with booktabs."""
+    """LaTeX file to write: the tables, with booktabs."""
 
     figures: Annotated[Path | None, shown_default("none", "DIR")] = None
-    """Folder for every chart as .png and .svg."""
+    """Folder to write every chart into, as .png and .svg."""
 
     def execute(self) -> int:
         from pmlf.reproduction.report import page, pictures, summary, text
 
         for file in (self.out, self.markdown, self.latex):
             if file is not None and not file.parent.is_dir():
-                raise ValueError(f"{str(file)!r} is in no folder that exists: make {str(file.parent)!r} first")
+                raise ValueError(f"{str(file)!r} cannot be written: the folder {str(file.parent)!r} does not exist")
         records, diagnostics = summary.read(self.folders)
         written = {"page": self.out}
         _write(self.out, page.render(records, diagnostics), sensitive=bool(diagnostics))
@@ -69,6 +69,6 @@ def _write(path: Path, text: str, *, sensitive: bool) -> None:
         return
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ValueError(
-            f"{str(path)!r} is a link or a device, and what shows diagnostics is for you alone: name a plain file"
+            f"{str(path)!r} is a link or a device, and sensitive diagnostics go into regular files only: give one"
         )
     write_atomically(path, text.encode())

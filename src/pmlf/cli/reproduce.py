@@ -1,4 +1,4 @@
-"""`pmlf reproduce`."""
+"""`pmlf reproduce`: run the paper's tables and figures."""
 
 from __future__ import annotations
 
@@ -21,59 +21,61 @@ FAILED = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduce(Command):
-    """Run one of the paper's tables or figures, or all of them: every run in a folder of its own.
+    """Run tables and figures of the paper, each run in its own folder.
 
-    What is finished is skipped, what was cut off goes on, and a run that fails does not stop the others. The profile
-    paper is the paper's own setting (for GPUs), cpu a reduction that is the same for every method, smoke takes seconds
-    and means nothing. `pmlf report` makes a page of what has been run.
+    Skips finished runs and resumes interrupted ones. A run that fails does not stop the others. Profiles: paper is the
+    paper's setting (for GPUs), cpu a reduced setting, the same for every method, smoke a test of a few seconds whose
+    accuracies mean nothing. `pmlf report` makes a page of the results.
     """
 
     artifacts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[ARTIFACT ...]")] = ()
-    """table-4, for example, or all; `pmlf reproduce --list` has their names."""
+    """What to run: table-4, for example, or all. `pmlf reproduce --list` prints the names."""
 
     list: bool = False
-    """Say what there is, and run nothing."""
+    """Print all tables and figures with their numbers of runs, and run nothing."""
 
     profile: str = "cpu"
     """paper, cpu or smoke."""
 
     protocol: str = "shared"
-    """shared: the paper's learning rate for every method.
-    tuned: each method picks its own from the same grid, by as many trials, on a held-out part of the training records;
-    the final runs use all of them. Tuning is not accounted for."""
+    """shared: every method uses the paper's learning rate.
+    tuned: each method chooses its rate from the same grid, with equally many trials, on held-out training records; the
+    final runs train on all records. Epsilon does not cover the tuning."""
 
-    seeds: Annotated[int | None, shown_default("what the profile has")] = None
-    """Seeds 0, 1, ... of every cell: the same initial weights and the same draws for all methods."""
+    seeds: Annotated[int | None, shown_default("set by the profile")] = None
+    """Number of seeds (0, 1, ...) per cell. A seed gives all methods the same initial weights and batches."""
 
     jobs: int = 1
-    """Runs that go on at a time, a process each; the cores are divided between them."""
+    """Number of runs at a time, each in its own process. They share the cores."""
 
     executor: str = "local"
-    """local, or ray: hand the runs to a Ray cluster (RAY_ADDRESS) whose machines share the folder."""
+    """local, or ray for a Ray cluster (RAY_ADDRESS) whose machines share the folder."""
 
     device: str = "cpu"
-    """Where to train: cpu, cuda, cuda:1, mps."""
+    """Device to train on: cpu, cuda, cuda:1, mps."""
 
     out: Path = Path("runs/reproduction")
-    """Folder of all runs and of the records made from them."""
+    """Folder for all runs and their records."""
 
     data_dir: Annotated[Path | None, shown_default("$PMLF_DATA, else the Hugging Face hub")] = None
-    """Folder of datasets laid out as the hub lays them out."""
+    """Folder of datasets with the layout of the Hugging Face hub."""
 
     def execute(self) -> int:
         from pmlf.cli.batch_display import batch_progress
         from pmlf.reproduction import executors, paper
-        from pmlf.reproduction.campaign import Plan, reproduce
+        from pmlf.reproduction.campaign import ReproductionPlan, reproduce
 
         if self.list:
             return self._list()
         names = tuple(paper.BY_NAME) if self.artifacts == ("all",) else self.artifacts
         if not names:
-            raise ValueError("no artifact is named: give table-4, for example, or all; --list has their names")
+            raise ValueError(
+                "no table or figure is given: give a name, such as table-4, or all; --list prints the names"
+            )
         if self.seeds is not None:
-            require_count("seeds", self.seeds, "so many runs are made of every cell")
+            require_count("seeds", self.seeds, "it is the number of runs per cell")
         plans = [
-            Plan(
+            ReproductionPlan(
                 artifact=paper.artifact(name),
                 profile=self.profile,
                 protocol=self.protocol,
@@ -87,7 +89,7 @@ class Reproduce(Command):
         execute = executors.executor(self.executor, self.jobs)
         failed: list[str] = []
         for plan in plans:
-            plan.artifact.cells(self.profile)  # refuses an unknown profile before anything runs
+            plan.artifact.cells(self.profile)  # raises for an unknown profile before anything runs
         for plan in plans:
             with batch_progress(Console(stderr=True), plan.artifact.name) as listener:
                 failed += reproduce(plan, execute, listener)
@@ -96,7 +98,7 @@ class Reproduce(Command):
         records = [str(plan.record_path) for plan in plans]
         self.show(
             {"records": records, "failed": failed},
-            f"records of {', '.join(names)} are in {self.out}: pmlf report {self.out} makes a page",
+            f"The records of {', '.join(names)} are in {self.out}. `pmlf report {self.out}` makes a page of them.",
         )
         return FAILED if failed else 0
 
@@ -104,9 +106,7 @@ class Reproduce(Command):
         from pmlf.reproduction import artifacts, paper
 
         rows: list[dict[str, Any]] = []
-        table = Table(
-            "artifact", "what it shows", *(f"{profile} runs" for profile in artifacts.PROFILES), box=SIMPLE_HEAD
-        )
+        table = Table("name", "what it shows", *(f"{profile} runs" for profile in artifacts.PROFILES), box=SIMPLE_HEAD)
         for one in paper.ARTIFACTS:
             runs = {name: sum(cell.panel.seeds for cell in one.cells(name)) for name in artifacts.PROFILES}
             rows.append({"name": one.name, "title": one.title, "runs": runs})
@@ -115,6 +115,6 @@ class Reproduce(Command):
         self.show(
             {"artifacts": rows, "profiles": artifacts.PROFILES, "protocols": artifacts.PROTOCOLS},
             table,
-            f"Runs at the shared protocol; artifacts share some of them. --jobs {cores} uses the {cores} cores here.",
+            f"Runs of the shared protocol; some belong to several artifacts. --jobs {cores} uses all {cores} cores.",
         )
         return 0

@@ -1,6 +1,6 @@
-"""Progress of one run, or of methods compared one after the other: on stderr, while they last.
+"""Progress of a run or a comparison, on stderr.
 
-Only what is public is shown: no loss, no gradient norm, no drawn batch size, no time of a single step.
+Shows public values only: no loss, no gradient norm, no drawn batch size, no time of a single step.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pmlf.cli.display import accuracies, percent, sparkline
-from pmlf.experiments.results import Evaluation, Observer
+from pmlf.experiments.results import Evaluation, RunObserver
 from pmlf.experiments.spec import RunSpec
 
-_RATE_PERIOD_SECONDS = 120.0  # the time left is estimated over many steps, so that no single step's time shows
+_RATE_PERIOD_SECONDS = 120.0  # estimate the time left over many steps: the time of a single step is not public
 
 
 @contextmanager
-def train_progress(console: Console) -> Iterator[Observer]:
-    """A bar on a terminal, a line an epoch elsewhere."""
+def train_progress(console: Console) -> Iterator[RunObserver]:
+    """Show a progress bar on a terminal, otherwise one line per epoch."""
     if not console.is_terminal:
         yield _Lines(console)
         return
@@ -32,8 +32,8 @@ def train_progress(console: Console) -> Iterator[Observer]:
 
 
 @contextmanager
-def compare_progress(console: Console, methods: Sequence[str]) -> Iterator[Observer]:
-    """A growing table over a bar on a terminal, a line an epoch elsewhere."""
+def compare_progress(console: Console, methods: Sequence[str]) -> Iterator[RunObserver]:
+    """Show a growing table and a progress bar on a terminal, otherwise one line per epoch."""
     if not console.is_terminal:
         yield _Lines(console)
         return
@@ -43,7 +43,7 @@ def compare_progress(console: Console, methods: Sequence[str]) -> Iterator[Obser
 
 
 class _Lines:
-    """A line an evaluation."""
+    """One line per evaluation."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -65,7 +65,7 @@ class _Lines:
 
 
 class _Bar:
-    """Steps done, epsilon spent, last test accuracy, time left."""
+    """A bar with the steps done, the time left, epsilon and the last test accuracy."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -85,7 +85,7 @@ class _Bar:
 
 
 class _Rows:
-    """A row for every method, with the bar of the one that runs below."""
+    """One row per method, and a bar for the running one."""
 
     def __init__(self, methods: Sequence[str], progress: Progress, ascii_only: bool) -> None:
         self._evaluations: dict[str, list[Evaluation]] = {method: [] for method in methods}
@@ -106,7 +106,7 @@ class _Rows:
         self._bar.evaluated(evaluation)
 
     def render(self) -> Group:
-        table = Table("method", "test accuracy an epoch", "last", "epsilon", box=SIMPLE_HEAD)
+        table = Table("method", "test accuracy per epoch", "last", "epsilon", box=SIMPLE_HEAD)
         for method, evaluations in self._evaluations.items():
             course = "" if self._ascii_only else sparkline([each.test_accuracy for each in evaluations])
             last = evaluations[-1] if evaluations else None

@@ -1,4 +1,4 @@
-"""`pmlf train` and `pmlf compare`."""
+"""`pmlf train` and `pmlf compare`: train with one method or several."""
 
 from __future__ import annotations
 
@@ -19,36 +19,35 @@ from pmlf.cli.run_display import compare_progress, train_progress
 from pmlf.experiments.results import SENSITIVE_NOTE, RunResult, comparison_json, rate_note
 from pmlf.experiments.spec import RunSpec, Setting, comparison, shown_default
 
-if TYPE_CHECKING:  # torch behind it takes seconds to import
+if TYPE_CHECKING:  # it imports torch, which takes seconds
     from pmlf.checks.inspection import Checked
 
-_Setting = Annotated[Setting, tyro.conf.arg(name="")]  # its options stand among the command's own
+_Setting = Annotated[Setting, tyro.conf.arg(name="")]  # no prefix: its options are options of the command
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCommand(Command):
-    """What training with one method and with several have in common."""
+    """Options of both `pmlf train` and `pmlf compare`."""
 
     setting: _Setting = field(default_factory=Setting)
 
     out: Annotated[Path | None, shown_default("runs/<date>-<time>-<dataset>-<model>-<method>, or -comparison")] = None
-    """Folder to make for the results; one that exists is refused."""
+    """New folder for the results. An existing folder is refused."""
 
     data_dir: Annotated[Path | None, shown_default("$PMLF_DATA, else the Hugging Face hub")] = None
-    """Folder of datasets laid out as the hub lays them out, such as DATA_DIR/uoft-cs/cifar10."""
+    """Folder of datasets with the layout of the Hugging Face hub, such as DATA_DIR/uoft-cs/cifar10."""
 
-    checkpoint_every: Annotated[int | None, shown_default("none: one a minute", "STEPS")] = None
-    """Steps from one checkpoint to the next. Without a seed, steps that a crash loses are done again with fresh noise,
-    and cost epsilon twice; Ctrl-C and SIGTERM lose none, they make a checkpoint first."""
+    checkpoint_every: Annotated[int | None, shown_default("one checkpoint per minute", "STEPS")] = None
+    """Number of steps between checkpoints. A crash loses the steps since the last one. Without a seed they are repeated
+    with new noise and cost epsilon twice. Ctrl-C and SIGTERM write a checkpoint first and lose no step."""
 
     show_sensitive: bool = False
     """Also show and record the training loss.
-    It is computed from private data before noise is added, and epsilon does not cover it.
-    For debugging, on data that need no protection."""
+    It is computed from private data without noise, so epsilon does not cover it. For debugging on public data."""
 
     def warn(self) -> None:
         if self.show_sensitive:
-            say(f"warning: the training loss is shown and recorded, {SENSITIVE_NOTE}")
+            say(f"warning: --show-sensitive shows and records the training loss, {SENSITIVE_NOTE}")
 
     def folder(self, name: str) -> Path:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -57,50 +56,50 @@ class TrainingCommand(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Train(TrainingCommand):
-    """Train a model with differential privacy and say what was spent.
+    """Train a model with differential privacy and print the epsilon spent.
 
-    Without any option: CNN-5 by DP-PMLF on the 12,000 Fashion-MNIST images inside the package. The folder of the run
-    gets spec.json, metrics.jsonl (a line an epoch), model.safetensors, certificate.json and .html, result.json and the
-    ledger of what was spent. Ctrl-C ends a run early and keeps what was released; --resume goes on with it, or with one
-    that was cut off. Epsilon is for adding or removing one training record; test records are not protected.
+    With no options: CNN-5 with DP-PMLF on 12,000 Fashion-MNIST images that come with the package. The run's folder
+    gets spec.json, metrics.jsonl (one line per epoch), model.safetensors, certificate.json, certificate.html,
+    result.json and a ledger of the privacy spent. Ctrl-C stops a run early and keeps its results; --resume continues a
+    stopped or crashed run. Epsilon is for adding or removing one training record. Test records are not protected.
     """
 
     method: str = "dp-pmlf"
-    """dp-pmlf, lp-dpsgd, dpsgd, inner-outer, disk.
-    Without per-sample momentum: dp-pmlf-without-pm. Without low-pass filter: dp-pmlf-without-lf."""
+    """dp-pmlf, lp-dpsgd, dpsgd, inner-outer, disk, or for ablations dp-pmlf-without-pm (no per-sample momentum) and
+    dp-pmlf-without-lf (no low-pass filter)."""
 
     resume: Annotated[Path | None, shown_default("none, a new run", "RUN_DIR")] = None
-    """Go on with the run in this folder where it was interrupted or cut off; all settings but --data-dir are in it.
-    With the seed it began with it ends in the same weights. Without one it draws fresh noise, and lost steps are
-    charged again, so that it may stop before its last step, at its epsilon. --epochs or --steps may ask for more: the
-    run then stops where an RDP filter, which allows for such afterthoughts, reaches epsilon."""
+    """Resume the run in this folder. The folder holds all its settings except --data-dir.
+    A seeded run ends with the same weights as without the interruption. An unseeded run draws new noise and pays for
+    lost steps again, so it may reach its epsilon and stop before its last step. --epochs or --steps can extend the run;
+    its epsilon is then tracked by an RDP filter, which is valid for a plan changed during the run."""
 
-    ledger: Annotated[Path | None, shown_default("ledger.jsonl in the folder", "FILE")] = None
-    """Ledger that runs on this dataset share, made if it is not there. Every step is written to it before it is
-    released, and --epsilon is then for all of its runs together, by an RDP filter."""
+    ledger: Annotated[Path | None, shown_default("ledger.jsonl in the run's folder", "FILE")] = None
+    """Ledger that several runs on one dataset share; created if it does not exist. Every step is recorded before it is
+    released. --epsilon then limits all runs in the ledger together, by an RDP filter."""
 
     check_on_data: bool = False
-    """Before training, show what `pmlf.check` measures on the first training records: sensitivity, independence,
-    agreement with autograd, cost of every layer. It is sensitive: for a terminal alone, and written nowhere.
-    Without it the model is checked too, silently, on synthetic inputs of the same shapes."""
+    """Before training, run `pmlf.check` on the first training records and show the result: sensitivity, independence,
+    agreement with autograd, cost of each layer. The result is sensitive: it goes to a terminal only, never to a file.
+    The check on synthetic inputs of the same shapes always runs."""
 
     diagnostics: bool = False
-    """Also measure what the theory assumes, on 256 training records before every step, and write diagnostics.json.
-    Gradients before the noise: sensitive, and epsilon does not cover it. For public data; needs --seed.
-    `pmlf report` shows it."""
+    """Measure the assumptions of the theory on 256 training records before every step, and write diagnostics.json for
+    `pmlf report`. It uses gradients without noise, so it is sensitive and epsilon does not cover it. For public data;
+    needs --seed."""
 
     def execute(self) -> int:
         from pmlf.experiments import runner
 
         if self.check_on_data and not sys.stderr.isatty():
             raise ValueError(
-                "--check-on-data shows numbers computed from private records: run it on a terminal, not into a file or "
-                "a pipe"
+                "--check-on-data shows numbers computed from private records: run it on a terminal, not with a file or "
+                "a pipe as stderr"
             )
         self.warn()
         if self.diagnostics:
-            say(f"warning: diagnostics of gradients are recorded, {SENSITIVE_NOTE}")
-        spec, out = self._continued(self.resume) if self.resume else self._new()
+            say(f"warning: --diagnostics records measurements of gradients, {SENSITIVE_NOTE}")
+        spec, out = self._resumed(self.resume) if self.resume else self._new()
         console = Console(stderr=True)
         with train_progress(console) as observer:
             result = runner.run(
@@ -121,36 +120,36 @@ class Train(TrainingCommand):
     def _new(self) -> tuple[RunSpec, Path]:
         return RunSpec(method=self.method, **vars(self.setting)), self.folder(self.method)
 
-    def _continued(self, folder: Path) -> tuple[RunSpec, Path]:
-        """The folder's own spec; settings typed beside it, other than the plan, must not contradict it."""
-        from pmlf.experiments.folder import RunFolder, continued
+    def _resumed(self, folder: Path) -> tuple[RunSpec, Path]:
+        """The spec stored in the folder. Settings given on the command line must agree with it, except the plan."""
+        from pmlf.experiments.folder import RunFolder, resumed_spec
 
         if self.out is not None:
-            raise ValueError(f"--out {self.out} and --resume {folder} both name the run's folder: give --resume alone")
+            raise ValueError(f"--out {self.out} and --resume {folder} both name the run's folder: leave --out out")
         stored = RunFolder(folder).spec()
         typed = RunSpec(method=self.method, **vars(self.setting))
         defaults = vars(RunSpec())
         untouched = {name: vars(stored)[name] for name, value in vars(typed).items() if value == defaults[name]}
-        return continued(stored, replace(typed, **untouched)), folder
+        return resumed_spec(stored, replace(typed, **untouched)), folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(TrainingCommand):
-    """Train with several methods, one after another, at the same epsilon, and compare their test accuracies.
+    """Train with several methods at the same epsilon and compare their test accuracies.
 
-    The seed, 0 by default, gives all methods the same initial weights and the same draws of records: a comparison, not
-    models for release. They share the learning rate too; inner-outer's filter has a steady gain of 10, so it runs ten
-    times hotter. The folder gets a folder for every method, comparison.json and a picture, accuracy.png.
+    The seed, 0 by default, gives all methods the same initial weights and the same batches. Seeded models are for
+    comparison, not for release. All methods use the same learning rate. The filter of inner-outer has a DC gain of 10,
+    so its steps are ten times as large. The folder gets one folder per method, comparison.json and accuracy.png.
     """
 
     setting: _Setting = field(default_factory=lambda: Setting(seed=0))
 
     methods: tuple[str, ...] = ("dpsgd", "lp-dpsgd", "inner-outer", "dp-pmlf")
-    """Some of dpsgd, lp-dpsgd, inner-outer, dp-pmlf, disk, dp-pmlf-without-pm, dp-pmlf-without-lf.
-    A method option goes to each method that takes it."""
+    """One or more of dpsgd, lp-dpsgd, inner-outer, dp-pmlf, disk, dp-pmlf-without-pm, dp-pmlf-without-lf.
+    A method option applies to each method that has it."""
 
-    plot: Annotated[Path | None, shown_default("accuracy.png in the folder")] = None
-    """Picture of test accuracy against epochs: a .png, .pdf or .svg file."""
+    plot: Annotated[Path | None, shown_default("accuracy.png in the results folder")] = None
+    """Chart of test accuracy against epochs: a .png, .pdf or .svg file."""
 
     def execute(self) -> int:
         from pmlf.experiments import runner
@@ -174,11 +173,11 @@ class Compare(TrainingCommand):
             {**comparison_json(results, out), "plot": str(plot)},
             display.comparison_table(results),
             rate_note(results),
-            display.facts([("written to", str(out)), ("picture", str(plot))]),
+            display.facts([("written to", str(out)), ("chart", str(plot))]),
         )
         last = results[-1]
         if last.signalled_by is not None and not last.interrupted and len(results) < len(specs):
-            say(f"stopped as asked: {last.spec.method} is whole, {len(results)} of {len(specs)} methods were run")
+            say(f"stopped after {last.spec.method}: {len(results)} of {len(specs)} methods are complete")
             return _exit_code(last.signalled_by)
         return _ended(last)
 
@@ -190,10 +189,10 @@ def _print_check(console: Console, report: Checked) -> None:
 def _ended(result: RunResult) -> int:
     if result.interrupted_by is None:
         return 0
-    say(f"interrupted: what was released is in {result.out}, and `pmlf train --resume {result.out}` goes on with it")
+    say(f"interrupted: the results so far are in {result.out}; resume with `pmlf train --resume {result.out}`")
     return _exit_code(result.interrupted_by)
 
 
 def _exit_code(signal_name: str) -> int:
-    """As a shell reports a process that a signal ended."""
+    """The exit code that a shell reports for a process ended by this signal."""
     return 128 + signal.Signals[signal_name]

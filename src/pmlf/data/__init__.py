@@ -1,4 +1,4 @@
-"""Datasets by name, as tensors: the paper's eight, a small one inside the package, and one's own."""
+"""Datasets as tensors: the eight of the paper, a small one that comes with the package, and your own."""
 
 from pmlf.data.catalogue import DEFAULT, IMAGE_DATASETS, NAMES, TEXT_DATASETS, ImageSpec, TextSpec
 from pmlf.data.images import SPLITS, ImageData, ImageDataset, ImageItems, collate, load

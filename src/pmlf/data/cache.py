@@ -1,8 +1,8 @@
-"""Arrays made once and memory-mapped ever after, in a folder keyed by what they were made of.
+"""A cache of arrays: computed once, then memory-mapped, under a key that depends on their source files.
 
-An entry is made in a folder of its own beside its place and renamed into it, so it is there whole or not at all,
-whoever is killed and however many start at once. What it holds is as private as what it was made of: `cache_folder`
-keeps it for the user alone.
+An entry is written to a temporary folder and then renamed, so it is complete or absent, also after a kill and with
+several processes at once. Entries are as private as their sources: `cache_folder` makes them readable by their owner
+only.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 from pmlf.basics.files import new_file, remove_flat
 from pmlf.data.cache_folder import CacheFolder, open_folder, unwritable_cache
 
-FORMAT = 1  # a new number leaves entries of an older form alone
+FORMAT = 1  # part of every key: increase it if the content of entries changes
 _CONTENTS = "contents.json"
 _READ_BYTES = 1 << 20
 
 
 def digest(files: Iterable[Path], *also: Any) -> str:
-    """A name for what is made of these files' contents and of the constants `also`; never to be written anywhere.
+    """A digest of the files' contents and the constants `also`.
 
-    Who sees it can test guesses of the files. The cache writes its digest under a key instead.
+    Never write it anywhere: it allows others to test guesses of the files. The cache writes a keyed hash of it.
     """
     found = hashlib.blake2b(repr((FORMAT, also)).encode(), digest_size=16)
     for path in files:
@@ -41,7 +41,7 @@ def digest(files: Iterable[Path], *also: Any) -> str:
 
 
 class Arrays:
-    """Arrays that grow by rows, each in a file of its own: what is made never has to fit in memory."""
+    """Arrays that grow by rows, each in its own file, so that they need not fit into memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -49,7 +49,7 @@ class Arrays:
         self._contents: dict[str, dict[str, Any]] = {}
 
     def append(self, name: str, rows: NDArray[Any]) -> None:
-        """Rows of the dtype and shape that the first ones had."""
+        """Append rows. All rows of an array have the same dtype and shape."""
         if name not in self._files:
             self._files[name] = new_file(self._folder / name)
             self._contents[name] = {"dtype": rows.dtype.str, "shape": [0, *rows.shape[1:]]}
@@ -75,19 +75,23 @@ class Arrays:
 
 
 def cached(key: str, make: Callable[[Arrays], None]) -> Mapping[str, NDArray[Any]]:
-    """The arrays of `key`, memory-mapped; made first if they are not there, or not whole."""
+    """The arrays of `key`, memory-mapped. If the entry is missing or damaged, `make` writes them first.
+
+    Raises:
+        ValueError: If the cache folder cannot be used.
+    """
     folder = open_folder()
     entry = folder.entry(key)
     try:
         return _mapped(entry)
-    except _NotWhole:
+    except _Incomplete:
         remove_flat(entry)
     folder.remove_abandoned()
     _make(folder, entry, make)
     try:
         return _mapped(entry)
-    except _NotWhole as error:
-        raise ValueError(f"{str(entry)!r} holds what pmlf has not put there: move it away") from error
+    except _Incomplete as error:
+        raise ValueError(f"{str(entry)!r} holds files that pmlf did not write: move them away") from error
 
 
 def _make(folder: CacheFolder, entry: Path, make: Callable[[Arrays], None]) -> None:
@@ -100,32 +104,32 @@ def _make(folder: CacheFolder, entry: Path, make: Callable[[Arrays], None]) -> N
             make(arrays)
         try:
             made.rename(entry)
-        except OSError:  # somebody else was faster: theirs is the same
+        except OSError:  # another process was faster: its entry is the same
             if not os.path.lexists(entry):
                 raise
     finally:
         remove_flat(made)
 
 
-class _NotWhole(Exception):
-    """An entry is not there, or is not as it was written."""
+class _Incomplete(Exception):
+    """The entry is missing or damaged."""
 
 
 def _mapped(entry: Path) -> dict[str, NDArray[Any]]:
-    """Copy-on-write: torch takes no array that it may not write to, and nothing written reaches the file."""
+    """Map an entry copy-on-write: torch needs writable arrays, and nothing written reaches the file."""
     arrays: dict[str, NDArray[Any]] = {}
     try:
         contents = json.loads((entry / _CONTENTS).read_text())
         for name, form in contents.items():
             dtype, shape = np.dtype(form["dtype"]), tuple(form["shape"])
             if (entry / name).stat().st_size != dtype.itemsize * int(np.prod(shape)):
-                raise ValueError("another size than its description says")
-            empty = 0 in shape  # which cannot be mapped
+                raise ValueError("the size of the file is wrong")
+            empty = 0 in shape  # an empty file cannot be mapped
             arrays[name] = np.empty(shape, dtype) if empty else np.memmap(entry / name, dtype, "c", shape=shape)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise _NotWhole from error
-    except OSError:  # too many open files, say: what is there may well be whole
+        raise _Incomplete from error
+    except OSError:  # for example too many open files: the entry may be fine
         raise
-    except Exception as error:  # whatever a damaged description may raise
-        raise _NotWhole from error
+    except Exception as error:  # a damaged description can raise anything
+        raise _Incomplete from error
     return arrays

@@ -1,8 +1,9 @@
-"""What is publicly known of each dataset: where the hub has it, its columns, its classes and how it is judged."""
+"""Public facts about each dataset: its place on the hub, its columns, its classes and its metrics."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 DEFAULT = "fashion-mnist-small"
 
@@ -11,12 +12,12 @@ DEFAULT = "fashion-mnist-small"
 class ImageSpec:
     """An image dataset.
 
-    `mean` and `std` are constants from the literature, one a channel, for pixels scaled to [0, 1]: statistics
-    of the records at hand would be a release that no accountant sees.
+    `mean` and `std` are constants from the literature, one per channel, for pixels scaled to [0, 1]. Statistics of the
+    private records themselves would be an unaccounted release.
     """
 
     hub_id: str
-    asset: str | None = None  # a file of this package, read in place of the hub
+    asset: str | None = None  # a file in this package, used instead of the hub
     image_column: str = "image"
     label_column: str = "label"
     classes: int = 10
@@ -24,14 +25,14 @@ class ImageSpec:
     image_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    mirrors: bool  # whether a mirrored image is one of the same class: not so for digits
+    mirrors: bool  # whether a mirrored image keeps its class; not for digits
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSpec:
-    """A dataset of texts, or of pairs of texts, in a folder `config` of a hub dataset.
+    """A dataset of texts or pairs of texts, in the folder `config` of a hub dataset.
 
-    GLUE keeps the labels of its test splits to itself: models are judged on its validation splits.
+    GLUE does not publish the labels of its test splits, so models are evaluated on its validation splits.
     """
 
     hub_id: str = "nyu-mll/glue"
@@ -83,3 +84,13 @@ TEXT_DATASETS = {
     ),
 }
 NAMES = (*IMAGE_DATASETS, *TEXT_DATASETS)
+
+
+def suggestion(name: str) -> str:
+    """The question to add to an error about an unknown dataset, or nothing if no name is close.
+
+    >>> suggestion("cifar-10"), suggestion("imagenet")
+    (" Did you mean 'cifar10'?", '')
+    """
+    close = get_close_matches(name.lower(), NAMES, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

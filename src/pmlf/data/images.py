@@ -1,4 +1,4 @@
-"""Image datasets as memory-mapped tensors: one inside the package, others from the hub, a copy of it, or a folder."""
+"""Image datasets as memory-mapped tensors: from this package, the hub, a copy of it, or a folder of your own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from pmlf.data.cache import Arrays, cached
-from pmlf.data.catalogue import DEFAULT, IMAGE_DATASETS, TEXT_DATASETS, ImageSpec
+from pmlf.data.catalogue import DEFAULT, IMAGE_DATASETS, NAMES, TEXT_DATASETS, ImageSpec, suggestion
 from pmlf.data.sources import ROWS_PER_READ, Source, hub_source
 
 SPLITS = ("train", "test")
@@ -25,7 +25,7 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 class ImageItems(Sequence[tuple[Tensor, int]]):
-    """Items fetched together: a sequence of (image, label), as collate functions expect, already stacked."""
+    """A sequence of (image, label) items, stored as two stacked tensors. `collate` returns them without a copy."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images = images  # float32 (N, C, H, W)
@@ -45,16 +45,22 @@ class ImageItems(Sequence[tuple[Tensor, int]]):
 
 
 class ImageDataset(Dataset[tuple[Tensor, int]]):
-    """Images and labels in memory; an item is the normalised float32 image (C, H, W) and its label.
+    """Images and labels in memory. An item is the normalised float32 image (C, H, W) and its label.
 
-    `__getitems__` normalises all the images asked for at once; DataLoader and Subset call it by themselves.
-    Give `collate` to whatever draws the indices, and the result becomes the batch without another copy.
+    `__getitems__` normalises many images at once; DataLoader and Subset call it automatically. With `collate` as the
+    collate function, its result is the batch without another copy.
+
+    Args:
+        images: uint8 tensor (N, C, H, W).
+        labels: int64 tensor (N,).
+        mean: Mean per channel, for pixels in [0, 1]. Use a public constant.
+        std: Standard deviation per channel, in the same way.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> None:
         self.images = images  # uint8 (N, C, H, W)
         self.labels = labels  # int64 (N,)
-        # (pixel / 255 - mean) / std as one multiplication and one addition
+        # (pixel / 255 - mean) / std is pixel * scale + shift
         means, stds = torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
         self._scale = (1 / (255 * stds)).float().view(-1, 1, 1).numpy()  # (C, 1, 1)
         self._shift = (-means / stds).float().view(-1, 1, 1).numpy()  # (C, 1, 1)
@@ -66,17 +72,17 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         return self._normalised(self.images[index].numpy()), int(self.labels[index])
 
     def __getitems__(self, indices: Sequence[int] | NDArray[np.int64] | Tensor) -> ImageItems:
-        chosen = torch.as_tensor(indices, dtype=torch.int64)  # (N,), also where N = 0
+        chosen = torch.as_tensor(indices, dtype=torch.int64)  # (N,), also for N = 0
         return ImageItems(self._normalised(self.images.numpy()[chosen.numpy()]), self.labels[chosen])
 
     def _normalised(self, images: NDArray[np.uint8]) -> Tensor:
-        # by NumPy: a few megabytes are not worth waking torch's threads, on a busy machine least of all
+        # with NumPy: a few megabytes do not justify the overhead of torch's threads
         scaled = np.multiply(images, self._scale, dtype=np.float32)
         return torch.from_numpy(np.add(scaled, self._shift, out=scaled))
 
 
 def collate(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-    """Items to a batch: images float32 (N, C, H, W) and labels int64 (N,); N = 0 is fine for ImageItems.
+    """Make a batch of items: images float32 (N, C, H, W) and labels int64 (N,). ImageItems may be empty.
 
     >>> images = torch.zeros(5, 1, 28, 28, dtype=torch.uint8)
     >>> dataset = ImageDataset(images, torch.arange(5), mean=[0.5], std=[0.5])
@@ -91,7 +97,7 @@ def collate(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageData:
-    """A dataset's two splits, and the shape that a model for it needs."""
+    """The two splits of a dataset, and what a model for it needs to know."""
 
     name: str
     train: ImageDataset
@@ -103,17 +109,23 @@ class ImageData:
 
 
 def load(name: str = DEFAULT, data_dir: str | Path | None = None) -> ImageData:
-    """A dataset by name: the package's own, or one read from `data_dir`, from PMLF_DATA or from the hub.
+    """Load an image dataset.
 
-    `data_dir` is laid out as the hub lays its datasets out, for example `data_dir/uoft-cs/cifar10`. In place of a name,
-    the path of one's own folder with `train` and `test` in it, each with a folder of images a class.
+    Args:
+        name: One of `IMAGE_DATASETS`; or the path of your own folder that holds `train` and `test`, each with one
+            folder of images per class.
+        data_dir: Folder with the layout of the Hugging Face hub, such as `data_dir/uoft-cs/cifar10`. None: the folder
+            in the environment variable PMLF_DATA, else the hub.
+
+    Raises:
+        ValueError: If the dataset is unknown, cannot be reached or cannot be read.
 
     >>> data = load("fashion-mnist-small")
     >>> len(data.train), len(data.test), data.classes, data.in_channels, data.image_size
     (12000, 2000, 10, 1, 28)
     """
     if name in TEXT_DATASETS:
-        raise ValueError(f"{name!r} is a dataset of texts: pmlf.data.load_text reads it")
+        raise ValueError(f"{name!r} is a text dataset: load it with pmlf.data.load_text")
     if name in IMAGE_DATASETS:
         spec = IMAGE_DATASETS[name]
         arrays = _asset(spec) if spec.asset else _from_hub(spec, data_dir)
@@ -121,12 +133,12 @@ def load(name: str = DEFAULT, data_dir: str | Path | None = None) -> ImageData:
         spec, arrays = _from_folder(Path(name))
     elif Path(name).is_file():
         raise ValueError(
-            f"{name!r} is a file: a table of texts needs --text-column and --labels (`pmlf.data.load_text`)"
+            f"{name!r} is a file, not a folder of images: for a table of texts, give text_column and `labels`"
         )
     else:
         raise ValueError(
-            f"unknown dataset {name!r}: choose one of {', '.join((*IMAGE_DATASETS, *TEXT_DATASETS))}, or give a folder "
-            "that exists, with train and test in it, or a table with its --text-column and --labels"
+            f"unknown dataset {name!r}: give one of {', '.join(NAMES)}, a folder of images with train and test in it, "
+            f"or a table of texts with text_column and `labels`.{suggestion(name)}"
         )
     train, test = (
         ImageDataset(torch.from_numpy(images), torch.from_numpy(labels), mean=spec.mean, std=spec.std)
@@ -144,7 +156,7 @@ def load(name: str = DEFAULT, data_dir: str | Path | None = None) -> ImageData:
 
 
 _Pair = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images (N, C, H, W) and labels (N,)
-_Encoded = Iterator[tuple[Sequence[bytes], NDArray[Any]]]  # some images' files and their labels
+_Encoded = Iterator[tuple[Sequence[bytes], NDArray[Any]]]  # encoded images and their labels
 
 
 def _asset(spec: ImageSpec) -> Iterator[_Pair]:
@@ -158,7 +170,7 @@ def _from_hub(spec: ImageSpec, data_dir: str | Path | None) -> list[_Pair]:
     source = hub_source(spec.hub_id, data_dir)
 
     def encoded(split: str) -> _Encoded:
-        for table in source.tables(split, (spec.image_column, spec.label_column)):
+        for table in source.tables(split, {spec.image_column: None, spec.label_column: None}):
             images = [row["bytes"] for row in table.column(spec.image_column).to_pylist()]
             yield images, table.column(spec.label_column).to_numpy()
 
@@ -166,7 +178,7 @@ def _from_hub(spec: ImageSpec, data_dir: str | Path | None) -> list[_Pair]:
 
 
 def _from_folder(folder: Path) -> tuple[ImageSpec, list[_Pair]]:
-    """One's own images: the folders in `train` name the classes, the first image says how large all are."""
+    """Your own images. The folders in `train` are the classes, and all images have the size of the first."""
     classes = sorted(path.name for path in (folder / "train").glob("*") if path.is_dir())
     files = {
         split: [path for path in sorted((folder / split).glob("*/*")) if path.suffix.lower() in IMAGE_SUFFIXES]
@@ -174,13 +186,13 @@ def _from_folder(folder: Path) -> tuple[ImageSpec, list[_Pair]]:
     }
     if not all(files.values()):
         raise ValueError(
-            f"{str(folder)!r} is no dataset of images: put {' and '.join(SPLITS)} in it, each with a folder of "
-            f"{', '.join(IMAGE_SUFFIXES)} files a class; texts need --text-column"
+            f"{str(folder)!r} is not a dataset of images: put {' and '.join(SPLITS)} into it, each with one folder of "
+            f"{', '.join(IMAGE_SUFFIXES)} files per class; for texts, give text_column"
         )
     for path in (path for paths in files.values() for path in paths):
         if path.parent.name not in classes:
-            raise ValueError(f"{str(path.parent)!r} is of no class that {str(folder / 'train')!r} has: {classes}")
-    source = Source(name=folder.name, files=files, advice="mend the folder")
+            raise ValueError(f"{str(path.parent)!r} is not a class: {str(folder / 'train')!r} has {', '.join(classes)}")
+    source = Source(name=folder.name, files=files, advice="correct the file")
     spec = ImageSpec(
         hub_id=folder.name,
         classes=len(classes),
@@ -198,13 +210,13 @@ def _from_folder(folder: Path) -> tuple[ImageSpec, list[_Pair]]:
             yield [path.read_bytes() for path in part], np.array(labels, dtype=np.int64)
 
     def labelled(split: str) -> tuple[Any, ...]:
-        return (classes, [path.parent.name for path in files[split]])  # which the files' contents do not tell
+        return (classes, [path.parent.name for path in files[split]])  # not part of the files' contents
 
     return spec, [_decoded(spec, source, split, encoded, *labelled(split)) for split in SPLITS]
 
 
 def _decoded(spec: ImageSpec, source: Source, split: str, encoded: Callable[[str], _Encoded], *also: Any) -> _Pair:
-    """A split's images and labels, checked: from the cache, or decoded into it; `also` is part of its key."""
+    """The images and labels of a split, from the cache or decoded into it. `also` is part of the cache key."""
 
     def make(arrays: Arrays) -> None:
         for images, labels in encoded(split):
@@ -222,8 +234,8 @@ def _pixels(spec: ImageSpec, source: Source, encoded: bytes) -> NDArray[np.uint8
     height, width = pixels.shape[:2]
     if height != spec.image_size or width != spec.image_size:
         raise ValueError(
-            f"an image of {source.name!r} is {height}x{width} where {spec.image_size}x{spec.image_size} "
-            f"is expected: {source.advice}"
+            f"an image of {source.name!r} has size {height}x{width}, not {spec.image_size}x{spec.image_size}: "
+            f"{source.advice}"
         )
     return pixels.reshape(height, width, spec.in_channels).transpose(2, 0, 1)  # (C, H, W)
 
@@ -232,7 +244,7 @@ def _decode(source: Source, encoded: bytes) -> Image.Image:
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             image.load()
-    except (OSError, SyntaxError) as error:  # the latter is Pillow's for a broken PNG
+    except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for a broken PNG
         raise ValueError(f"an image of {source.name!r} cannot be decoded: {source.advice} ({error})") from error
     return image
 
@@ -241,6 +253,6 @@ def _check_labels(spec: ImageSpec, source: Source, labels: NDArray[Any]) -> None
     in_range = (labels >= 0) & (labels < spec.classes)
     if not in_range.all():
         raise ValueError(
-            f"{source.name!r} has a label that is none of 0 to {spec.classes - 1}: {source.advice}, or drop the rows "
+            f"{source.name!r} has a label that is not in 0 to {spec.classes - 1}: {source.advice}, or remove the rows "
             "without a label"
         )

@@ -1,4 +1,4 @@
-"""Where records come from: files of the hub, of a folder laid out like it, or of one's own; read by `datasets`."""
+"""The files of a dataset, from the hub, a folder with its layout, or your own. The library `datasets` reads them."""
 
 from __future__ import annotations
 
@@ -15,35 +15,44 @@ from pmlf.data.catalogue import DEFAULT
 
 DATA_DIR_VARIABLE = "PMLF_DATA"
 ROWS_PER_READ = 1000
-AGAIN = "fetch the hub's files again"
+AGAIN = "download the files from the hub again"
 _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-(?P<shards>\d{5})")
 _READERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The files of a dataset's splits, with the name and the advice that errors about them give."""
+    """The files of each split, and the name and the advice for errors about them."""
 
     name: str
     files: Mapping[str, Sequence[Path]]  # by split
     advice: str = AGAIN
 
     def files_of(self, split: str) -> Sequence[Path]:
+        """The files of a split. Raises ValueError if there is none."""
         if split not in self.files:
-            raise ValueError(f"{self.name!r} has splits {sorted(self.files)} but no {split!r}: {self.advice}")
+            raise ValueError(f"{self.name!r} has no split {split!r}, only {_listed(sorted(self.files))}: {self.advice}")
         return self.files[split]
 
     def digest(self, split: str, *also: Any) -> str:
-        """A name for what is made of a split's files and of the constants `also`."""
+        """A cache key for what is computed from the files of a split and the constants `also`."""
         return digest(self.files_of(split), *also)
 
-    def tables(self, split: str, columns: Sequence[str]) -> Iterator[Any]:
-        """A split's rows as Arrow tables with at least these columns; images stay encoded."""
+    def tables(self, split: str, columns: Mapping[str, str | None]) -> Iterator[Any]:
+        """The rows of a split as Arrow tables. Images stay encoded.
+
+        Args:
+            split: Name of the split.
+            columns: Required columns, each with the option that names it, or None if it is fixed.
+
+        Raises:
+            ValueError: If a file cannot be read, a column is missing, or there are no rows.
+        """
         files = self.files_of(split)
         reader = _READERS[files[0].suffix]
         options = {"sep": "\t"} if files[0].suffix == ".tsv" else {}
         load_dataset = _load_dataset(self.name)
-        try:  # streaming: read in place, without a second copy in a cache of the library
+        try:  # streaming reads in place, without a copy in the cache of `datasets`
             rows = load_dataset(
                 reader,
                 data_files=[str(file) for file in files],
@@ -55,55 +64,68 @@ class Source:
             yield from self._checked(split, rows.with_format("arrow").iter(batch_size=ROWS_PER_READ), columns)
         except _Refused as error:
             raise ValueError(str(error)) from None
-        except Exception as error:  # whose class depends on the reader: Arrow's, pandas's, the library's own
-            # what a reader says may quote a record
+        except Exception as error:  # its class depends on the reader: Arrow, pandas or `datasets`
+            # without the reader's message, which may quote a record
             raise ValueError(
                 f"a file of {self.name!r} cannot be read: {self.advice} ({type(error).__name__})"
             ) from None
 
-    def _checked(self, split: str, tables: Iterator[Any], columns: Sequence[str]) -> Iterator[Any]:
+    def _checked(self, split: str, tables: Iterator[Any], columns: Mapping[str, str | None]) -> Iterator[Any]:
         rows = 0
         for table in tables:
             rows += table.num_rows
-            for column in columns:
+            for column, option in columns.items():
                 if column not in table.column_names:
-                    raise _Refused(f"{self.name!r} has columns {table.column_names} but no {column!r}: {self.advice}")
+                    advice = self.advice if option is None else f"give one of them as {option}"
+                    there = _listed(table.column_names)
+                    raise _Refused(f"{self.name!r} has no column {column!r}, only {there}: {advice}")
             yield table
         if rows == 0:
-            raise _Refused(f"{self.name!r} has no record in {split!r}: {self.advice}")
+            raise _Refused(f"{self.name!r} has no records in {split!r}: {self.advice}")
 
 
 class _Refused(Exception):
-    """What was read can be read, and is not what is needed: a sentence of its own."""
+    """The file is readable but does not hold what is needed. The message may be shown."""
 
 
 def hub_source(hub_id: str, data_dir: str | Path | None = None, config: str = "") -> Source:
-    """A hub dataset's parquet files: from `data_dir` or PMLF_DATA if given, otherwise from the hub or its cache."""
+    """The parquet files of a hub dataset: in `data_dir` or PMLF_DATA if given, otherwise from the hub or its cache.
+
+    Args:
+        hub_id: Id of the dataset, such as "ylecun/mnist".
+        data_dir: Folder with the layout of the hub. None: the folder in PMLF_DATA, if it is set.
+        config: Folder of a configuration within the dataset.
+
+    Raises:
+        ValueError: If files are missing, or the hub cannot be reached.
+    """
     root = data_dir or os.environ.get(DATA_DIR_VARIABLE)
     folder = Path(root) / hub_id if root else _downloaded(hub_id, config)
     name = f"{hub_id}/{config}" if config else hub_id
     found = sorted((folder / config).glob("**/*.parquet"))
     if root and not found:
         raise ValueError(
-            f"data folder {str(root)!r} has no parquet file under {name}: put the hub's files there, "
-            f"or give neither data_dir nor {DATA_DIR_VARIABLE} to have them downloaded"
+            f"data folder {str(root)!r} has no parquet file under {name}: put the files from the hub there, or give "
+            f"neither data_dir nor {DATA_DIR_VARIABLE} to download them"
         )
     return Source(name=name, files=_by_split(name, found))
 
 
 def own_source(path: Path) -> Source:
-    """One's own table: a file is the split `train`; a folder has a file a split, such as train.csv and test.csv."""
-    advice = f"give a {', '.join(_READERS)} file, or a folder with train and test files of one of these kinds"
+    """Your own table: a file is the split `train`; a folder has one file per split, such as train.csv and test.csv."""
     if path.is_file() and path.suffix in _READERS:
-        return Source(name=path.name, files={"train": [path]}, advice="mend the file")
+        return Source(name=path.name, files={"train": [path]}, advice="correct the file")
     files = {file.stem: [file] for file in sorted(path.glob("*")) if file.suffix in _READERS} if path.is_dir() else {}
     if "train" not in files:
-        raise ValueError(f"{str(path)!r} is no table of training records: {advice}")
-    return Source(name=path.name, files=files, advice="mend the files")
+        raise ValueError(
+            f"{str(path)!r} is not a table: give a {', '.join(_READERS)} file, or a folder with train and test files "
+            "of these kinds"
+        )
+    return Source(name=path.name, files=files, advice="correct the files")
 
 
 def _by_split(name: str, paths: Sequence[Path]) -> dict[str, list[Path]]:
-    """Files grouped as the hub names them, `train-00000-of-00002.parquet`; none of a split may be missing."""
+    """Files by split, from names like `train-00000-of-00002.parquet`. Raises ValueError if a shard is missing."""
     files: dict[str, list[Path]] = {}
     for path in paths:
         shard = _SHARD.fullmatch(path.stem)
@@ -112,7 +134,7 @@ def _by_split(name: str, paths: Sequence[Path]) -> dict[str, list[Path]]:
         shard = _SHARD.fullmatch(found[0].stem)
         expected = int(shard["shards"]) if shard else 1
         if len(found) != expected:
-            raise ValueError(f"{name!r} has {len(found)} files of {split!r} where there should be {expected}: {AGAIN}")
+            raise ValueError(f"{name!r} has {len(found)} of the {expected} files of {split!r}: {AGAIN}")
     return files
 
 
@@ -122,14 +144,19 @@ def _load_dataset(name: str) -> Any:
     except ImportError as error:
         raise ValueError(
             f"reading {name!r} needs the package datasets: pip install 'dp-pmlf[data]', "
-            f"or choose {DEFAULT!r}, which needs nothing"
+            f"or choose {DEFAULT!r}, which comes with pmlf"
         ) from error
     return load_dataset
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
 def _downloaded(hub_id: str, config: str) -> Path:
     instead = (
-        f"give data_dir or {DATA_DIR_VARIABLE}, a folder that holds {hub_id}, choose {DEFAULT!r}, which needs nothing"
+        f"give data_dir or {DATA_DIR_VARIABLE}, a folder that holds {hub_id}, or choose {DEFAULT!r}, which comes with "
+        "pmlf"
     )
     patterns = [f"{config}/*.parquet" if config else "*.parquet"]
     return snapshot(hub_id, "dataset", patterns, extra="data", instead=instead)

@@ -11,82 +11,31 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.half_precision import without_autocast
-from pmlf.engine.layers import Call, Contribution, NotTakenApart
+from pmlf.engine.layers import Call, Contribution, UnsupportedModel
+from pmlf.engine.passes import LossFunction, Pass
 from pmlf.engine.plan import Plan
-from pmlf.engine.recording import Recorder, hooked, refuse_reentrant_checkpoint, refuse_rows_of_others
+from pmlf.engine.recording import Recorder, Seen, hooked, refuse_reentrant_checkpoint, refuse_rows_of_others
 from pmlf.engine.swap import swapped
 from pmlf.engine.vmapped import by_vmap
 
-LossFunction = Callable[[Any, Any], Any]
-Rows = Literal["their own", "marked"]
 
+def capture(one: Pass) -> Iterator[tuple[str, Contribution]]:
+    """The per-sample gradients that a pass asks for, as (parameter, contribution) pairs.
 
-def capture(
-    anatomy: Anatomy,
-    plan: Plan,
-    values: Mapping[str, Tensor],
-    loss_fn: LossFunction,
-    batch: Any,
-    samples: int,
-    weight: float,
-    *,
-    rows: Rows = "their own",
-) -> Iterator[tuple[str, Contribution]]:
-    """weight * (per-sample gradients of the loss at the parameters `values`), as (parameter, contribution) pairs.
-
-    Of a single sample where the plan is to take them one by one. `rows` of layers that are proven to be the samples'
-    own, in order, are taken as they are. Others are held to their owners: a second backward pass scales each sample's
-    loss by a mark of its own, and its rows must scale with it.
+    Of a single sample where the plan takes them one by one. Rows of layers that are proven to be the samples' own, in
+    order, are taken as they are. Other rows are verified: a second backward pass scales each sample's loss by a mark of
+    its own, and its rows must scale with it.
     """
-    assert samples == 1 or plan.gradients == "ghost"
-    leaves = {name: _leaf(plan, name, value, samples).requires_grad_() for name, value in values.items()}
-    model, parameters, buffers = anatomy.model, anatomy.parameters, anatomy.buffers
-    versions = [(name, parameter, parameter._version) for name, parameter in parameters.items()]
-    replacements = {id(parameters[name]): leaf for name, leaf in leaves.items()}
-    replacements |= {id(buffer): buffer.clone() for buffer in buffers.values()}
-    recorder = Recorder(samples)
-    with hooked(anatomy, plan, recorder), no_autocast_cache(), swapped(anatomy, replacements) as swap:
-        loss = per_sample_loss(_called(loss_fn, model, batch, plan), samples)
-        recorder.recording = False
-        if recorder.without_grad:
-            refuse_reentrant_checkpoint(loss, recorder.without_grad)
-        bare = sorted(leaves if plan.gradients == "one-by-one" else plan.expanded)
-        wanted: list[Any] = [*recorder.edges, *(leaves[name] for name in bare)]
-        if not wanted:
-            raise ValueError(
-                f"no layer with trained parameters ran, and {plan.parameters[0]!r}, for example, was used in another "
-                "way: keep parameters in the module whose forward uses them"
-            )
-        marking = rows == "marked" and samples > 1
-        grads = torch.autograd.grad(
-            loss, wanted, torch.full_like(loss, weight), allow_unused=True, retain_graph=marking
-        )
-        if marking:
-            marks = _marks(loss)
-            names = [*(seen.described for seen in recorder.seen), *(f"parameter {name!r}" for name in bare)]
-            for name, grad, marked in zip(
-                names, grads, torch.autograd.grad(loss, wanted, weight * marks, allow_unused=True), strict=True
-            ):
-                refuse_rows_of_others(name, grad, marked, marks)
-            del grad, marked
-    del loss, wanted
-    swap.written += [name for name, parameter, version in versions if parameter._version != version]
-    swap.refuse_written()
-    recorder.refuse_changed_inputs()
-
-    of_bare = dict(zip(bare, grads[len(recorder.seen) :], strict=True))
-    calls = deque(zip(recorder.seen, grads[: len(recorder.seen)], strict=True))
-    del grads
-    recorder.forget()
+    calls, of_bare = _passed(one)
     while calls:  # what a layer has served for is let go before the next one
         seen, grad = calls.popleft()
         if grad is None:
@@ -98,7 +47,7 @@ def capture(
             args=seen.args,
             named_args=seen.named_args,
             grad=grad.reshape(seen.shape),
-            samples=samples,
+            samples=one.samples,
             output=seen.output,
             statistics=seen.statistics,
         )
@@ -106,13 +55,58 @@ def capture(
             if seen.watched.rule is not None:
                 found = seen.watched.rule(call, own)
             else:
-                found = by_vmap(call, own, _module_values(anatomy, seen.module, values))
+                found = by_vmap(call, own, _module_values(one.anatomy, seen.module, one.values))
         del seen, grad, call
         for local in list(found):
             yield own[local], found.pop(local)
     for name, grad in of_bare.items():
         if grad is not None:
-            yield name, grad.unsqueeze(0) if plan.gradients == "one-by-one" else grad
+            yield name, grad.unsqueeze(0) if one.plan.gradients == "one-by-one" else grad
+
+
+def _passed(one: Pass) -> tuple[deque[tuple[Seen, Tensor | None]], dict[str, Tensor | None]]:
+    """The calls of layers in a forward pass with the gradients at their outputs, and the gradients of bare
+    parameters."""
+    anatomy, plan, samples = one.anatomy, one.plan, one.samples
+    assert samples == 1 or plan.gradients == "ghost"
+    leaves = {name: _leaf(plan, name, value, samples).requires_grad_() for name, value in one.values.items()}
+    model, parameters, buffers = anatomy.model, anatomy.parameters, anatomy.buffers
+    versions = [(name, parameter, parameter._version) for name, parameter in parameters.items()]
+    replacements = {id(parameters[name]): leaf for name, leaf in leaves.items()}
+    replacements |= {id(buffer): buffer.clone() for buffer in buffers.values()}
+    recorder = Recorder(samples)
+    with hooked(anatomy, plan, recorder), no_autocast_cache(), swapped(anatomy, replacements) as swap:
+        loss = per_sample_loss(_called(one.loss_fn, model, one.batch, plan), samples)
+        recorder.recording = False
+        if recorder.without_grad:
+            refuse_reentrant_checkpoint(loss, recorder.without_grad)
+        bare = sorted(leaves if plan.gradients == "one-by-one" else plan.expanded)
+        wanted: list[Any] = [*recorder.edges, *(leaves[name] for name in bare)]
+        if not wanted:
+            raise ValueError(
+                f"no layer with trained parameters ran, and {plan.parameters[0]!r}, for example, was used in another "
+                "way: keep parameters in the module whose forward uses them"
+            )
+        marking = one.rows == "marked" and samples > 1
+        grads = torch.autograd.grad(
+            loss, wanted, torch.full_like(loss, one.weight), allow_unused=True, retain_graph=marking
+        )
+        if marking:
+            marks = _marks(loss)
+            names = [*(seen.described for seen in recorder.seen), *(f"parameter {name!r}" for name in bare)]
+            for name, grad, marked in zip(
+                names, grads, torch.autograd.grad(loss, wanted, one.weight * marks, allow_unused=True), strict=True
+            ):
+                refuse_rows_of_others(name, grad, marked, marks)
+            del grad, marked
+    del loss, wanted
+    swap.written += [name for name, parameter, version in versions if parameter._version != version]
+    swap.refuse_written()
+    recorder.refuse_changed_inputs()
+
+    of_bare: dict[str, Tensor | None] = dict(zip(bare, grads[len(recorder.seen) :], strict=True))
+    calls: deque[tuple[Seen, Tensor | None]] = deque(zip(recorder.seen, grads[: len(recorder.seen)], strict=True))
+    return calls, of_bare
 
 
 def _marks(loss: Tensor) -> Tensor:
@@ -128,7 +122,7 @@ def _called(loss_fn: LossFunction, model: nn.Module, batch: Any, plan: Plan) -> 
     except (RuntimeError, ValueError) as error:
         if not plan.expanded:
             raise
-        raise NotTakenApart(
+        raise UnsupportedModel(
             f"loss_fn failed where parameters of leading size 1 ({', '.join(sorted(plan.expanded))}) have a copy for "
             "every sample: let them broadcast, or use .expand(samples, ...) in place of repeat, tile and cat"
         ) from error

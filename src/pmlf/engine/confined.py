@@ -14,7 +14,7 @@ from torch._C import _functorch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from pmlf.engine.layers import NotMapped
+from pmlf.engine.layers import VmapUnsupported
 
 _OF_TORCH = ("aten", "prim", "prims")
 _REFUSED = {
@@ -36,13 +36,13 @@ class Confined(TorchFunctionMode):
     ) -> Any:
         reason = _REFUSED.get(function) or _own_operation(function, args)
         if reason is not None:
-            raise NotMapped(f"the forward pass {reason}")
+            raise VmapUnsupported(f"the forward pass {reason}")
         return function(*args, **(kwargs or {}))
 
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """Raise NotMapped at the end if a tensor that was made under vmap in between is still held by anybody.
+    """Raise VmapUnsupported at the end if a tensor that was made under vmap in between is still held by anybody.
 
     It carries samples, and the next pass would take its rows for those of its own samples. The garbage collector knows
     all tensors; while it is off, those made in between are in its youngest generation.
@@ -55,7 +55,7 @@ def nothing_left() -> Iterator[None]:
         if left:
             gc.collect()  # garbage is in nobody's hands
         if any(reference() is not None for reference in left):
-            raise NotMapped(
+            raise VmapUnsupported(
                 "a tensor made in the forward pass is kept after it, in an attribute of a module, a list or a cache, "
                 "where it carries samples from one pass to the next: return it instead of keeping it, or, if it is a "
                 "constant made once, call the model once on a synthetic input before"

@@ -1,35 +1,36 @@
 """Per-sample gradients of one parameter, held or as factors: their norms and their clipped sum.
 
 The clipped sum of factors is one product with scaled rows, so no per-sample gradient need be formed. Where forming it
-is cheaper (`choice`) it is held, and points add up in place. The norm of a held gradient is taken of the very numbers
+is cheaper (`strategy`) it is held, and points add up in place. The norm of a held gradient is taken of the very numbers
 that are added; that of factors makes up for rounding (`norms`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pmlf.engine import choice
-from pmlf.engine.arithmetic import blank, blocks, full_precision, squared_norms, wide_dtype
+from pmlf.engine.arithmetic import blank, blocks, full_precision, squared_norms
 from pmlf.engine.factors import Factors
-from pmlf.engine.norms import factored_norms
 from pmlf.engine.roots import Roots
+from pmlf.engine.strategy import Cheapest, Strategy
 
 _FORM_BYTES = 1 << 25  # sides of the samples formed at once: fewer and longer products, though patches leave the cache
 
 
 class Workspace:
-    """Memory for held gradients and scratch, kept from one micro-batch to the next (fresh pages are slow)."""
+    """Memory for held gradients and scratch, and decisions about them, kept from one micro-batch to the next: fresh
+    pages are slow, and the same shapes need no second decision."""
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Strategy | None = None) -> None:
+        self.strategy = strategy or Cheapest()
         self._buffers: dict[str, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_buffers": {}}  # what is in it is sensitive, and nobody's: neither copied nor written to a file
+        return {"strategy": self.strategy, "_buffers": {}}  # their contents are sensitive: neither copied nor saved
 
     def scratch(self, like: Tensor) -> Tensor:
         """Uninitialised memory like a tensor, until the next call."""
@@ -52,54 +53,12 @@ class Workspace:
         return kept if kept.numel() == needed else kept[:needed]
 
 
-class SumBuffers:
-    """Memory for the sum of a logical batch, twice: a micro-batch's sum is written beside the one before it, so that
-    an interrupted one changes nothing. `wide` is in float64, for many samples."""
-
-    def __init__(self, *, wide: bool = False) -> None:
-        self._wide = wide
-        self._sets: list[_Sums] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "_wide": self._wide,
-            "_sets": [],
-        }  # what is in them is sensitive, and nobody's: neither copied nor written to a file
-
-    def give_away(self, current: Mapping[str, Tensor]) -> None:
-        """Never use these tensors again."""
-        self._sets = [kept for kept in self._sets if kept is not current]
-
-    def other_than(self, current: Mapping[str, Tensor] | None, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Uninitialised tensors for the parameters, at least float32, that are not the ones in use."""
-        self._sets = [kept for kept in self._sets if all(t.device == parameters[n].device for n, t in kept.items())]
-        for kept in self._sets:
-            if kept is not current:
-                return kept
-        self._sets.append(_Sums(parameters, self._wide))
-        return self._sets[-1]
-
-
-class _Sums(dict[str, Tensor]):
-    """Made when first written to: by then the factors of the parameter before it have gone."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], wide: bool) -> None:
-        super().__init__()
-        self._parameters = parameters
-        self._wide = wide
-
-    def __missing__(self, name: str) -> Tensor:
-        like = self._parameters[name]
-        dtype = torch.promote_types(like.dtype, wide_dtype(like) if self._wide else torch.float32)
-        self[name] = torch.empty(like.shape, dtype=dtype, device=like.device)
-        return self[name]
-
-
 class ParameterGradient:
     """All that a micro-batch says about one parameter: contributions of every use at every point, added up."""
 
     def __init__(self, name: str, workspace: Workspace) -> None:
         self._name = name
+        self._strategy = workspace.strategy
         self._workspace = workspace
         self._held: Tensor | None = None  # (samples, size)
         self._part: Tensor | None = None  # (n, size): a slice formed late, in what the backward pass has let go
@@ -122,7 +81,7 @@ class ParameterGradient:
         """Add one use, formed or kept as factors, whichever is better for `points` times its tokens."""
         before = self._like or (self._factors[0] if self._factors else factors)
         assert before.order == factors.order, f"{self._name}: two uses in one buffer, each in an order of its own"
-        if self._held is None and (self._factors or not choice.holds_at_once(factors, points)):
+        if self._held is None and (self._factors or not self._strategy.holds_at_once(factors, points)):
             merged = self._factors[-1].merged(factors) if self._factors else None
             if merged is None:
                 self._factors.append(factors)
@@ -139,7 +98,7 @@ class ParameterGradient:
         """(norm^2, slack) of every sample, float64, norm^2 never below the true one, slack for the sum's rounding."""
         if self._held is not None:
             return squared_norms(self._held), None
-        return factored_norms(self._factors, roots)
+        return self._strategy.norms(self._factors, roots)
 
     def formed(self, chosen: slice) -> Tensor:
         """The gradients of some samples, (n, size), until the next call; for `add_clipped` unless they are held."""

@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pmlf.engine.arithmetic import blocks, full_precision
-from pmlf.engine.factors import Factors, Lookup, Outer, Patches
+from pmlf.engine.factors import Factors, Lookup, Outer
+from pmlf.engine.patches import Patches
 
 Contribution = Factors | Tensor
 Statistics = tuple[Tensor, Tensor]  # mean and 1 / deviation of every group, (axis 0 of the output, groups)
 
 
-class NotTakenApart(ValueError):
+class UnsupportedModel(ValueError):
     """Per-sample gradients cannot be computed layer by layer; each sample as a batch of one has them."""
 
     def __init__(self, reason: str) -> None:
@@ -31,7 +32,7 @@ class NotTakenApart(ValueError):
         )
 
 
-class NotMapped(ValueError):
+class VmapUnsupported(ValueError):
     """A model or a loss that torch.func.vmap does not take; plain autograd, one sample at a time, does."""
 
     def __init__(self, reason: str) -> None:

@@ -1,7 +1,7 @@
 """Per-sample gradients of a whole model by `torch.func`: every sample is a batch of one, all of them at once by vmap.
 
-Samples cannot see each other: what the model and the loss are given, has one sample in it. For models whose layers have
-no rule and for which plain autograd, one sample at a time, is too slow.
+Samples cannot see each other: the model and the loss get one sample. For models whose layers have no rule, where plain
+autograd, one sample at a time, is too slow.
 """
 
 from __future__ import annotations
@@ -14,38 +14,30 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pmlf.basics.batches import refilled, same_bits, tensors_of, untensored
 from pmlf.engine.anatomy import Anatomy
-from pmlf.engine.capture import LossFunction, no_autocast_cache, per_sample_loss
+from pmlf.engine.capture import no_autocast_cache, per_sample_loss
 from pmlf.engine.confined import Confined, nothing_left
-from pmlf.engine.layers import NotMapped
-from pmlf.engine.plan import Plan
+from pmlf.engine.layers import VmapUnsupported
+from pmlf.engine.passes import Pass
 from pmlf.engine.swap import ModelWritten, swapped
 
 _CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict)
 _NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parent)
 
 
-def mapped(
-    anatomy: Anatomy,
-    plan: Plan,
-    values: Mapping[str, Tensor],
-    loss_fn: LossFunction,
-    batch: Any,
-    samples: int,
-    weight: float,
-) -> Iterator[tuple[str, Tensor]]:
-    """weight * (per-sample gradients of the loss at the parameters `values`), (samples, *shape) of each parameter.
+def mapped(one: Pass) -> Iterator[tuple[str, Tensor]]:
+    """The per-sample gradients that a pass asks for, (samples, *shape) of each parameter.
 
-    Raises NotMapped for what vmap does not take and for what would get around it; the model is left as it was.
+    Raises VmapUnsupported for what vmap does not take and for what would get around it; the model is left as it was.
     """
+    anatomy, batch = one.anatomy, one.batch
     for value in untensored(batch):
-        raise NotMapped(
+        raise VmapUnsupported(
             f"the batch holds a {type(value).__name__}, and vmap maps tensors alone: keep what is no tensor out of the "
             "batch, or encode it"
         )
@@ -58,12 +50,12 @@ def mapped(
         replacements |= {id(buffers[name]): buffer for name, buffer in copies.items()}
         with Confined(), swapped(anatomy, replacements) as swap:
             single = refilled(batch, [part.unsqueeze(0) for part in parts])
-            loss = per_sample_loss(loss_fn(model, single), 1).sum() * weight
+            loss = per_sample_loss(one.loss_fn(model, single), 1).sum() * one.weight
         swap.refuse_written()
         return loss
 
     per_sample = torch.func.vmap(torch.func.grad(loss_of_one), in_dims=(None, 0), randomness="different")
-    leaves = {name: value.detach() for name, value in values.items()}
+    leaves = {name: value.detach() for name, value in one.values.items()}
     with _restored(anatomy), nothing_left(), no_autocast_cache(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")  # one sample after another, there
         try:
@@ -71,12 +63,12 @@ def mapped(
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise NotMapped(f"the loss cannot be taken by torch.func.vmap ({_said(error)}){_where(error)}") from error
+            raise VmapUnsupported(f"torch.func.vmap cannot run the loss ({_said(error)}){_where(error)}") from error
         written = [name for name, buffer in copies.items() if not same_bits(buffer, buffers[name])]
         written += [name for name, version in versions.items() if parameters[name]._version != version]
         if written:
             raise ModelWritten(written[0])
-    for name in plan.parameters:
+    for name in one.plan.parameters:
         yield name, found.pop(name)
 
 

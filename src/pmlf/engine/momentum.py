@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from pmlf.engine import choice
-from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.arithmetic import squared_norms
-from pmlf.engine.capture import LossFunction, Rows, capture
+from pmlf.engine.capture import capture
 from pmlf.engine.factors import Factors
 from pmlf.engine.gradients import ParameterGradient, Workspace
 from pmlf.engine.half_precision import without_autocast
 from pmlf.engine.layers import Contribution
 from pmlf.engine.mapped import mapped
-from pmlf.engine.plan import Plan
+from pmlf.engine.passes import Pass
 from pmlf.engine.roots import Roots
 
 Clipping = Literal["flat", "automatic"]
@@ -47,20 +45,9 @@ def finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> tuple
     return torch.where(fine, factors, 0.0), ~fine
 
 
-def contributions(
-    anatomy: Anatomy,
-    plan: Plan,
-    values: Mapping[str, Tensor],
-    loss_fn: LossFunction,
-    batch: Any,
-    samples: int,
-    weight: float,
-    rows: Rows = "their own",
-) -> Iterator[tuple[str, Contribution]]:
-    """weight * (per-sample gradients of the loss at the parameters `values`), in the way that is planned."""
-    if plan.gradients == "vmap":
-        return mapped(anatomy, plan, values, loss_fn, batch, samples, weight)
-    return capture(anatomy, plan, values, loss_fn, batch, samples, weight, rows=rows)
+def contributions(one: Pass) -> Iterator[tuple[str, Contribution]]:
+    """The per-sample gradients that a pass asks for, in the way that is planned."""
+    return mapped(one) if one.plan.gradients == "vmap" else capture(one)
 
 
 class SampleMomentum:
@@ -69,29 +56,16 @@ class SampleMomentum:
     Everything in here is sensitive; only the sum leaves it.
     """
 
-    def __init__(self, plan: Plan, samples: int, points: int, workspace: Workspace) -> None:
-        self._plan = plan
+    def __init__(self, parameters: Iterable[str], samples: int, points: int, workspace: Workspace) -> None:
         self._samples = samples
         self._points = points
-        self._gradients = {name: ParameterGradient(name, workspace) for name in plan.parameters}
+        self._strategy = workspace.strategy
+        self._gradients = {name: ParameterGradient(name, workspace) for name in parameters}
         self._touched: set[str] = set()
 
-    def add_point(
-        self,
-        anatomy: Anatomy,
-        values: Mapping[str, Tensor],
-        loss_fn: LossFunction,
-        batch: Any,
-        weight: float,
-        rows: Rows,
-        seen: Callable[[str, Contribution], None] | None = None,
-    ) -> None:
-        """v += weight * gradient at `values`.
-
-        `rows` says how a layer's rows are known to be the samples' own; `seen` is shown every contribution.
-        """
-        found = contributions(anatomy, self._plan, values, loss_fn, batch, self._samples, weight, rows)
-        for name, contribution in found:
+    def add_pass(self, one: Pass, seen: Callable[[str, Contribution], None] | None = None) -> None:
+        """v += what the pass asks for. `seen` is shown every contribution."""
+        for name, contribution in contributions(one):
             if seen is not None:
                 seen(name, contribution)
             self.add(name, contribution)
@@ -131,7 +105,7 @@ class SampleMomentum:
 
     def _clipped(self, clip_norm: float, clipping: Clipping) -> tuple[Tensor, Tensor, Tensor | None]:
         """(norms, factors, refused) of all samples. Gradients that are formed late are summed on the way."""
-        late, step = choice.held_late(
+        late, step = self._strategy.held_late(
             {name: gradient.factors for name, gradient in self._gradients.items() if gradient.factors}, self._samples
         )
         # in the parameters' order, not a set's: sums round the same way in every process

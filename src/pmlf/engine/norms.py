@@ -1,4 +1,4 @@
-"""Norms of per-sample gradients that are given by factors, by the cheapest of three ways (`choice`).
+"""Norms of per-sample gradients that are given by factors, in one of three ways (`strategy` decides).
 
     norm^2 = sum over token pairs of <left_t, left_s> <right_t, right_s>     by Gram matrices, in float64
            = |R wide|^2 with R^T R the Gram matrix of the narrower side      by its root (`roots`)
@@ -14,17 +14,19 @@ stays within the bound even if its tokens cancel.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from pmlf.engine import choice
 from pmlf.engine.arithmetic import blocks, squared_norms
 from pmlf.engine.factors import Factors, Outer
 from pmlf.engine.roots import Roots, rooted_norms
 
+Norms = Literal["gram", "root", "dropped"]
 
-def factored_norms(uses: Sequence[Factors], roots: Roots) -> tuple[Tensor, Tensor | None]:
+
+def factored_norms(uses: Sequence[Factors], roots: Roots, way: Norms) -> tuple[Tensor, Tensor | None]:
     """(norm^2, slack) of every sample, float64. A single token needs no slack."""
     first, tokens = uses[0], sum(use.tokens for use in uses)
     if len(uses) == 1 and first.single:  # |left|^2 |right|^2
@@ -32,7 +34,6 @@ def factored_norms(uses: Sequence[Factors], roots: Roots) -> tuple[Tensor, Tenso
         for other in others:
             squared *= other
         return squared, None
-    way = choice.way_to_norms(uses)
     if way == "root":
         squared, spread = rooted_norms([use for use in uses if isinstance(use, Outer)], roots)
     else:

@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from pmlf.engine import choice
-from pmlf.engine.layers import NotTakenApart, Rule, rule_for
+from pmlf.engine import strategy
+from pmlf.engine.layers import Rule, UnsupportedModel, rule_for
 
 # By layers' rules; the whole model by torch.func.vmap; the whole model by plain autograd, one sample at a time.
 Gradients = Literal["ghost", "vmap", "one-by-one"]
@@ -64,7 +64,7 @@ class Plan:
                 bare = {local: name for local, name in own.items() if not _expands(module._parameters[local])}
                 expanded.update(name for local, name in own.items() if local not in bare)
                 if bare and module is model:
-                    raise NotTakenApart(
+                    raise UnsupportedModel(
                         f"parameter {next(iter(bare.values()))!r} belongs to the model itself and has no batch axis of "
                         "size 1: give it one (shape (1, ...)), or move it with the code that uses it into a submodule"
                     )
@@ -75,7 +75,7 @@ class Plan:
         by_vmap = {name for module in watched if module.rule is None for name in module.own.values()}
         clash = (expanded & by_rule) | (expanded & by_vmap) | (by_rule & by_vmap)
         if clash:
-            raise NotTakenApart(
+            raise UnsupportedModel(
                 f"parameter {min(clash)!r} is shared between layers with a rule and without: give each its own"
             )
         return cls(
@@ -107,7 +107,7 @@ def _trainable(model: nn.Module) -> dict[int, str]:
 def _fitting(model: nn.Module) -> int:
     """How many samples' gradients fit into the memory for formed ones, at least one."""
     bytes_each = sum(max(4, p.element_size()) * p.numel() for p in model.parameters() if p.requires_grad)
-    return max(1, min(_MOST_IN_A_PASS, choice.LATE_BYTES // max(1, bytes_each)))
+    return max(1, min(_MOST_IN_A_PASS, strategy.LATE_BYTES // max(1, bytes_each)))
 
 
 def _expands(parameter: Tensor | None) -> bool:

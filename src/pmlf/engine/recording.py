@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.arithmetic import full_precision
-from pmlf.engine.layers import NotTakenApart, Statistics
+from pmlf.engine.layers import Statistics, UnsupportedModel
 from pmlf.engine.plan import Plan, Watched
 
 
@@ -72,7 +72,7 @@ class Recorder:
 
     def _with_batch_axis(self, watched: Watched, module: nn.Module, output: Any) -> Tensor:
         if not isinstance(output, Tensor):
-            raise NotTakenApart(
+            raise UnsupportedModel(
                 f"layer {watched.name!r} ({type(module).__name__}) has parameters of its own, no rule, and returns a "
                 f"{type(output).__name__} instead of a tensor: freeze it or build it from layers with rules"
             )
@@ -80,7 +80,7 @@ class Recorder:
         if leading == 1 and self.samples > 1:  # position embeddings: no batch axis of their own
             return output.expand(self.samples, *output.shape[1:])
         if leading == 0 or leading % self.samples:
-            raise NotTakenApart(
+            raise UnsupportedModel(
                 f"axis 0 of what layer {watched.name!r} ({type(module).__name__}) returned, an output with "
                 f"{output.ndim} axes, does not count the samples: put the batch first (batch_first=True where the "
                 "module has it, a leading axis of 1 for positions)"
@@ -93,7 +93,7 @@ class Recorder:
     def refuse_changed_inputs(self) -> None:
         for seen, fixed in zip(self.seen, self.versions, strict=True):
             if any(tensor._version != version for tensor, version in fixed):
-                raise NotTakenApart(
+                raise UnsupportedModel(
                     f"the input of layer {seen.watched.name!r} ({type(seen.module).__name__}), or its output where "
                     "that is a view, was changed in place after the layer ran: make that operation out of place"
                 )
@@ -124,7 +124,7 @@ def refuse_rows_of_others(name: str, grad: Tensor | None, marked: Tensor | None,
     distance, lengths = (torch.linalg.vector_norm(each, dim=1) for each in (scaled - wanted, wanted))
     smallest = 1e-6 * torch.where(lengths.isfinite(), lengths, 0.0).max()
     if bool(((distance > 1e-2 * lengths + smallest) & distance.isfinite()).any()):
-        raise NotTakenApart(
+        raise UnsupportedModel(
             f"the rows of {name} are not the samples' own, as many of each, one sample after the other: put the batch "
             "first, keep its order, and mask rows instead of picking them"
         )
@@ -139,7 +139,7 @@ def refuse_reentrant_checkpoint(loss: Tensor, layers: Sequence[str]) -> None:
             continue
         seen.add(node)
         if node.name() == "CheckpointFunctionBackward":
-            raise NotTakenApart(
+            raise UnsupportedModel(
                 f"layer {layers[0]!r} runs under reentrant checkpointing, which hides its gradient: checkpoint with "
                 "use_reentrant=False"
             )

@@ -1,7 +1,7 @@
-"""The model with other tensors in place of its parameters and buffers, for one pass, and what that pass wrote into it.
+"""Other tensors in place of a model's parameters and buffers, for one pass, and what that pass wrote into the model.
 
-A forward pass may keep nothing: what it writes into a buffer, a new buffer or an attribute was computed from private
-records, goes to later samples and to `state_dict()`, and has no noise on it.
+A forward pass must keep nothing. What it writes into a buffer, a new buffer or an attribute is computed from private
+records, reaches later samples and `state_dict()`, and has no noise.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from types import NoneType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -31,8 +32,8 @@ class ModelWritten(ValueError):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"{name!r} was written by the forward pass: it would carry the data without noise; remove what writes it "
-            "(running statistics, counters, statistics of the first batch), make it before training from public "
+            f"{name!r} was written by the forward pass, so it would carry the data without noise: remove what writes "
+            "it (running statistics, counters, statistics of the first batch), make it before training from public "
             "inputs, or put that module in eval mode"
         )
 
@@ -50,27 +51,29 @@ class Swap:
 
 @contextmanager
 def swapped(anatomy: Anatomy, replacements: Mapping[int, Tensor]) -> Iterator[Swap]:
-    """Put `replacements` (by the id of what they stand for) in place wherever it is used; put all back afterwards.
+    """Put `replacements` (by the id of what they replace) in place wherever it is used; restore all afterwards.
 
-    After the block `Swap.written` tells what it has written; none of it is left.
+    After the block `Swap.written` names what it has written; none of it is left.
     """
     swap, known = Swap(), set[int]()
     aside = _BuffersAside(anatomy.buffers, replacements)
-    places = [_Place(name, vars(module), module) for name, module in anatomy.modules.items()]
-    for place in list(places):
-        places += [_Place(place.name, vars(found), None) for found in _plain_objects(place.values, known)]
+    holders = [_Holder(name, vars(module), module) for name, module in anatomy.modules.items()]
+    for holder in list(holders):
+        if holder.objects:
+            holders += [_Holder(holder.name, vars(found), None) for found in _plain_objects(holder.objects, known)]
     try:
-        for place in places:
-            place.put(replacements)
+        for holder in holders:
+            holder.put(replacements)
         yield swap
         with _disable_current_modes():  # what somebody observes is the pass, not this look at it
-            swap.written = [name for place in places for name in place.written()]
+            for holder in holders:
+                swap.written += holder.written()
             swap.written += aside.written()
     finally:
         with _disable_current_modes():
             aside.restore()
-            for place in places:
-                place.restore()
+            for holder in holders:
+                holder.restore()
 
 
 class _BuffersAside:
@@ -96,64 +99,80 @@ class _BuffersAside:
                 buffer.data.copy_(before)
 
 
-class _Place:
-    """What a module, or a plain object that it holds, has: parameters, buffers, submodules, attributes with tensors."""
+class _Holder:
+    """What a module, or a plain object that it holds, has: parameters, buffers, submodules and attributes.
+
+    Most attributes are numbers, texts and tuples of them. That they are the same objects afterwards is seen at once;
+    those that can be changed in place (tensors, lists, ...) are compared with copies.
+    """
 
     def __init__(self, name: str, attributes: dict[str, Any], module: nn.Module | None) -> None:
         self.name, self._module, self._now = name, module, attributes
-        self._kept_by_torch = _BOOKKEEPING if module is not None else frozenset()
-        owned = () if module is None else _OWN
-        self._before = [(place := attributes[own], dict(place)) for own in owned]
-        self._put = self._before
-        self._others = {name: attributes[name] for name in attributes.keys() - self._kept_by_torch}
-        self._held = {name: _Attribute(value) for name, value in self._others.items() if _may_hold(value)}
-
-    @property
-    def values(self) -> Iterable[Any]:
-        """What its attributes hold."""
-        return self._others.values()
+        self._before = dict(attributes)
+        self._owned = [(place := attributes[own], dict(place)) for own in _OWN] if module is not None else []
+        self._put = self._owned
+        self._held: dict[str, _Attribute] = {}
+        self.objects: list[Any] = []  # which may have attributes of their own
+        own = _BOOKKEEPING if module is not None else ()
+        for attribute, value in attributes.items():
+            kind = type(value)
+            if kind in _PLAIN or attribute in own or (kind is tuple and _PLAIN.issuperset(map(type, value))):
+                continue
+            if _may_hold(value):
+                self._held[attribute] = _Attribute(value)
+            self.objects.append(value)
 
     def put(self, replacements: Mapping[int, Tensor]) -> None:
-        self._put = [
-            (place, {name: replacements.get(id(value), value) for name, value in values.items()})
-            for place, values in self._before
-        ]
-        self._install(self._put)
+        """Install the replacements of parameters and buffers."""
+        self._put = []
+        for place, values in self._owned:
+            if values and not replacements.keys().isdisjoint(map(id, values.values())):
+                values = {name: replacements.get(id(value), value) for name, value in values.items()}
+                place.update(values)
+            self._put.append((place, values))
+        self._flatten()
 
-    def written(self) -> Iterator[str]:
-        prefix = f"{self.name}." if self.name else ""
+    def written(self) -> list[str]:
+        """The names of what is not as it was put."""
+        found: list[str] = []
         for place, put in self._put:
-            if not _same_entries(place, put):
-                yield from (prefix + name for name in {**put, **place} if place.get(name) is not put.get(name))
-        yield from (prefix + name for name, held in self._held.items() if not held.same(self._now.get(name)))
-        yield from (prefix + name for name in self._new())
+            if [*map(id, place.values())] != [*map(id, put.values())] or place.keys() != put.keys():
+                found += [name for name in {**put, **place} if place.get(name) is not put.get(name)]
+        found += [name for name, held in self._held.items() if not held.same(self._now.get(name))]
+        found += self._new()
+        return [f"{self.name}.{name}" if self.name else name for name in found]
 
     def restore(self) -> None:
-        self._install(self._before)
+        for place, values in self._owned:
+            if [*map(id, place.values())] != [*map(id, values.values())] or place.keys() != values.keys():
+                place.clear()
+                place.update(values)
+        self._flatten()
         for name in self._new():
             del self._now[name]
-            if name in self._others:
-                self._now[name] = self._others[name]
+            if name in self._before:
+                self._now[name] = self._before[name]
         for name, held in self._held.items():
             held.restore(self._now, name)
 
     def _new(self) -> list[str]:
         """Attributes that hold tensors now, and did not."""
-        names = self._now.keys() - self._kept_by_torch - self._held.keys()
-        return [name for name in names if next(_leaves(self._now[name]), None) is not None]
+        found = []
+        for name, value in self._now.items():
+            kind = type(value)
+            if kind in _PLAIN or name in self._held or (self._module is not None and name in _BOOKKEEPING):
+                continue
+            if kind is tuple and value is self._before.get(name):
+                continue
+            if next(_leaves(value), None) is not None:
+                found.append(name)
+        return found
 
-    def _install(self, entries: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        for place, values in entries:
-            if not _same_entries(place, values):
-                place.clear()
-                place.update(values)
-        if isinstance(self._module, nn.RNNBase):  # keeps its parameters in a list as well, and uses that
+    def _flatten(self) -> None:
+        """A recurrent layer keeps its parameters in a list as well, and uses that."""
+        if isinstance(self._module, nn.RNNBase):
             flat = [getattr(self._module, name, None) for name in self._module._flat_weights_names]
             self._module._flat_weights = flat
-
-
-def _same_entries(place: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-    return len(place) == len(values) and all(place.get(name) is value for name, value in values.items())
 
 
 class _Attribute:
@@ -209,6 +228,7 @@ def _is_still(now: Leaf, before: Leaf, kept: Leaf) -> bool:
 _CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
 _OPAQUE = (nn.Module, Tensor, type, types.FunctionType, types.MethodType, types.ModuleType, Enum)
 _MOST_OBJECTS = 1000
+_PLAIN = frozenset((int, bool, str, bytes, NoneType, type, types.FunctionType, types.BuiltinFunctionType, torch.dtype))
 _BOOKKEEPING = frozenset(
     (*vars(nn.Module()), "_flat_weights", "_flat_weights_names", "_flat_weight_refs", "_all_weights")
 )

@@ -12,19 +12,38 @@ import torch
 from torch import Tensor
 
 from pmlf.engine.arithmetic import full_precision
-from pmlf.engine.layers import Call, Contribution, NotTakenApart
+from pmlf.engine.layers import Call, Contribution, UnsupportedModel
 
 
 def by_vmap(call: Call, wanted: Collection[str], values: Mapping[str, Tensor]) -> dict[str, Contribution]:
     """Per-sample gradients of a module's own parameters by running it again, one sample at a time, under vmap.
 
-    `values` are all of the module's parameters at the evaluation point. For modules without a rule whose parameters
-    are used in their own forward pass; refused where that draws randomness. It is not said which arguments have a row
-    for every sample, and the length of one that has not may happen to be the same: those are taken that give the output
-    again, at other parameters too, since a gate of zeros hides what is behind it.
+    For modules without a rule whose parameters are used in their own forward pass. Raises if that is random.
+
+    Args:
+        call: The module's call in the forward pass.
+        wanted: Names of the module's parameters to differentiate.
+        values: All of the module's parameters at the evaluation point.
     """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")  # slow is better than wrong
+            return _by_rows(call, wanted, values)
+    except UnsupportedModel:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise UnsupportedModel(
+            f"module {call.name!r} ({type(call.module).__name__}) has no rule for its parameters {sorted(wanted)} and "
+            f"vmap cannot run it sample by sample ({_first_line(error)}): keep them in a small module of their own "
+            "that draws no random numbers (a LayerScale, say), build it from layers with rules, or freeze them"
+        ) from error
+
+
+def _by_rows(call: Call, wanted: Collection[str], values: Mapping[str, Tensor]) -> dict[str, Contribution]:
+    """It is not known which arguments have a row for every sample, and others may have the same length. Those are
+    mapped that give the output again, at other parameters too: a gate of zeros hides what is behind it."""
     if call.grad.shape[0] != call.samples:
-        raise NotTakenApart(
+        raise UnsupportedModel(
             f"module {call.name!r} ({type(call.module).__name__}) has no rule and axis 0 of its output does not count "
             "the samples: put the batch first"
         )
@@ -70,24 +89,15 @@ def by_vmap(call: Call, wanted: Collection[str], values: Mapping[str, Tensor]) -
         )
         return dict(per_sample(own, call.grad, by_row(mapped)))
 
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop")  # slow is better than wrong
-            reason: Exception = ValueError("its arguments, row by row, do not give its output again")
-            for count in range(len(fitting), -1, -1):
-                for mapped in combinations(fitting, count):
-                    try:
-                        if gives_the_output(mapped):
-                            return gradients(mapped)
-                    except (RuntimeError, ValueError) as error:  # these rows do not fit; others may
-                        reason = error
-            raise reason
-    except (RuntimeError, ValueError) as error:
-        raise NotTakenApart(
-            f"module {call.name!r} ({type(call.module).__name__}) has no rule for its parameters {sorted(wanted)} and "
-            f"vmap cannot take them sample by sample ({_first_line(error)}): keep them in a small module of their own "
-            "that draws no chance (a LayerScale, say), build it from layers with rules, or freeze them"
-        ) from error
+    reason: Exception = ValueError("its arguments, row by row, do not give its output again")
+    for count in range(len(fitting), -1, -1):
+        for mapped in combinations(fitting, count):
+            try:
+                if gives_the_output(mapped):
+                    return gradients(mapped)
+            except (RuntimeError, ValueError) as error:  # these rows do not fit; others may
+                reason = error
+    raise reason
 
 
 def _rows_agree(one: Tensor, other: Tensor) -> bool:

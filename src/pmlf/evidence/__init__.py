@@ -1,1 +1,1 @@
-"""What was spent and how it is shown: ledger, budget, certificate."""
+"""Evidence of what training spends: the ledger, the budget that stops a run, and the certificate."""

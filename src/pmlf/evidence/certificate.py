@@ -1,4 +1,4 @@
-"""What was spent and how, as JSON: the numbers from which anybody can recompute epsilon, and the recomputation."""
+"""Privacy certificates: what a run has spent and how, as JSON, and the check that recomputes its epsilon."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pmlf.evidence.spending import Spending
+from pmlf.evidence.budget import BudgetGuard
 from pmlf.evidence.statement import (
     ADJACENCY,
     CAPPED,
@@ -26,106 +26,147 @@ from pmlf.evidence.statement import (
     UNIT,
     Contradiction,
     Statement,
+    read_statement,
 )
+from pmlf.evidence.tally import PrivacyPlan, Trial
 from pmlf.mechanism import accounting
-from pmlf.mechanism.accounting import Event
 from pmlf.methods import Method
 
-_ROUNDING = 1e-9  # relative: the last digits of other machines
+_ROUNDING = 1e-9  # relative: other machines differ in the last digits
 CHANGED = "its content and its digest disagree, so it was changed or damaged"
-UNBOUNDED = "it states no epsilon: how much was spent may follow from results, and no target epsilon bounded all of it"
+UNBOUNDED = "it states no epsilon: the amount spent may depend on results, and no target epsilon bounds all of it"
 
 
-def certificate(
-    *,
-    method: Method,
-    clipping: str,
-    population: int,
-    expected_batch_size: float,
-    noise_multiplier: float,
-    clip_norm: float,
-    planned_steps: int,
-    steps_done: int,
-    delta: float,
-    spending: Spending,
-    randomness: str,
-    reproducible: bool,
-    independence: str,
-    watched: bool,
-) -> dict[str, Any]:
-    """A JSON-ready account of a run: the mechanism with all its public constants, and the epsilon they give."""
-    event = Event(noise_multiplier=noise_multiplier, sample_rate=expected_batch_size / population)
-    trials = [
-        {
-            "run": trial.run,
-            "beginning": trial.beginning,
-            **asdict(trial.event),
-            "planned_steps": trial.planned_steps,
-            "target_epsilon": trial.target_epsilon,
-            "delta": trial.delta,
-            "events": count,
-        }
-        for trial, count in spending.tally.trials.items()
-    ]
-    released = spending.run_events
+@dataclass(frozen=True, kw_only=True)
+class CertifiedRun:
+    """What a certificate says of a run besides its budget: all of it public.
+
+    Attributes:
+        method: The method.
+        clipping: The kind of clipping.
+        clip_norm: The clip norm, C.
+        records: The number of records, n.
+        expected_batch_size: The expected batch size, B.
+        steps_done: The number of steps that the model has taken.
+        randomness: Where the noise comes from, in words.
+        reproducible: Whether a seed reproduces the noise.
+        independence: How the independence of samples is known.
+        watched: Whether samples of every step are run again alone.
+    """
+
+    method: Method
+    clipping: str
+    clip_norm: float
+    records: int
+    expected_batch_size: float
+    steps_done: int
+    randomness: str
+    reproducible: bool
+    independence: str
+    watched: bool
+
+
+def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
+    """The certificate of a run: its mechanism, all its public constants, and the epsilon they give.
+
+    Args:
+        run: What the run is.
+        budget: What it has spent.
+
+    Returns:
+        A JSON-ready document with a digest.
+    """
+    plan, released = budget.plan, budget.run_events
     return sealed(
         {
             "certificate": FORMAT,
             "mechanism": MECHANISM,
             "unit_of_privacy": UNIT,
             "adjacency": ADJACENCY,
-            "dataset": spending.dataset,
-            "epsilon": spending.claim(),
-            "delta": delta,
-            "target_epsilon": spending.target_epsilon,
-            "composition": PLD if spending.as_planned else FILTER if spending.filtered else CAPPED,
-            "epsilon_at_planned_steps": _by_accountant(event, planned_steps, delta),
-            "epsilon_at_released_steps": _by_accountant(event, released, delta),
-            "planned_steps": planned_steps,
+            "dataset": budget.dataset,
+            "epsilon": budget.claim(),
+            "delta": plan.delta,
+            "target_epsilon": plan.target_epsilon,
+            "composition": PLD if budget.as_planned else FILTER if budget.filtered else CAPPED,
+            "epsilon_at_planned_steps": _by_accountant(plan, plan.steps),
+            "epsilon_at_released_steps": _by_accountant(plan, released),
+            "planned_steps": plan.steps,
             "released_steps": released,
-            "steps_of_the_model": steps_done,
-            "records": population,
-            "expected_batch_size": expected_batch_size,
-            "sample_rate": event.sample_rate,
-            "noise_multiplier": noise_multiplier,
-            "clip_norm": clip_norm,
-            "clipping": clipping,
-            "method": {
-                "name": method.name,
-                "points": [{"coefficients": list(p.coefficients), "weight": p.weight} for p in method.points.points],
-                "weights_normalised": method.points.normalised,
-                "filter": {
-                    "a": list(method.low_pass.a),
-                    "b": list(method.low_pass.b),
-                    "corrected": method.low_pass.corrected,
-                },
-            },
+            "steps_of_the_model": run.steps_done,
+            "records": run.records,
+            "expected_batch_size": run.expected_batch_size,
+            "sample_rate": plan.event.sample_rate,
+            "noise_multiplier": float(plan.event.noise_multiplier),
+            "clip_norm": run.clip_norm,
+            "clipping": run.clipping,
+            "method": _method(run.method),
             "sampler": SAMPLER,
-            "randomness": randomness,
-            "reproducible_noise": reproducible,
-            "independence_of_samples": independence,
-            "watched_at_every_step": watched,
-            "trials": trials,
+            "randomness": run.randomness,
+            "reproducible_noise": run.reproducible,
+            "independence_of_samples": run.independence,
+            "watched_at_every_step": run.watched,
+            "trials": [_trial(trial, events) for trial, events in budget.tally.trials.items()],
             "not_accounted_for": list(NOT_ACCOUNTED_FOR),
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "dp-accounting": version("dp-accounting"),
-                "dp-pmlf": version("dp-pmlf"),
-            },
+            "versions": _versions(),
         }
     )
 
 
+def _method(method: Method) -> dict[str, Any]:
+    low_pass = method.low_pass
+    return {
+        "name": method.name,
+        "points": [{"coefficients": list(p.coefficients), "weight": p.weight} for p in method.points.points],
+        "weights_normalised": method.points.normalised,
+        "filter": {"a": list(low_pass.a), "b": list(low_pass.b), "corrected": low_pass.corrected},
+    }
+
+
+def _trial(trial: Trial, events: int) -> dict[str, Any]:
+    plan = trial.plan
+    return {
+        "run": trial.run,
+        "beginning": trial.beginning,
+        **asdict(plan.event),
+        "planned_steps": plan.steps,
+        "target_epsilon": plan.target_epsilon,
+        "delta": plan.delta,
+        "events": events,
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "dp-accounting": version("dp-accounting"),
+        "dp-pmlf": version("dp-pmlf"),
+    }
+
+
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """With a digest of its content as its last entry, in place of the one it had."""
+    """The document with a digest of its content as its last entry; an old digest is replaced.
+
+    >>> intact(sealed({"epsilon": 1.0})), intact({**sealed({"epsilon": 1.0}), "epsilon": 0.5})
+    (True, False)
+    """
     content = {name: value for name, value in document.items() if name != "digest"}
     text = json.dumps(content, sort_keys=True)
     return {**content, "digest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a certificate file, neither checked for changes (`intact`) nor for what it claims (`claims`)."""
+    """Read a certificate file. This does not check it: see `examined`.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The document.
+
+    Raises:
+        ValueError: The file does not hold a certificate.
+    """
     try:
         document = json.loads(path.read_bytes(), object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
@@ -136,21 +177,27 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; refuses one that says a thing twice, of which a reader may see the other."""
+    """A JSON object without repeated names: two readers may see different values of a repeated name."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands there twice")
+        raise ValueError("a name occurs twice")
     return found
 
 
 def intact(document: Mapping[str, Any]) -> bool:
-    """Whether the content is the one that was sealed. The digest has no key: it tells accidents, not forgers."""
+    """Whether the digest fits the content. It has no key, so it shows accidents, not forgery."""
     return sealed(document)["digest"] == document["digest"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """An epsilon that a certificate states, and the bound that its own numbers give."""
+    """An epsilon that a certificate states, and the bound that its own numbers give.
+
+    Attributes:
+        name: The entry.
+        stated: The epsilon it states.
+        recomputed: The epsilon that its numbers give.
+    """
 
     name: str
     stated: float
@@ -158,26 +205,35 @@ class Claim:
 
     @property
     def holds(self) -> bool:
+        """Whether the stated epsilon is not below the recomputed one."""
         return self.stated >= self.recomputed * (1 - _ROUNDING)
 
 
 def claims(document: Mapping[str, Any]) -> tuple[Claim, ...]:
-    """Every epsilon of a certificate with its recomputation, the first of which covers all events in its trials.
+    """Recompute every epsilon of a certificate. The first claim covers all events in its trials.
 
-    Accountants of different versions differ by a little. So a claim below the usual bound is held against a finer
-    computation, which is an upper bound too: what is accepted is not understated.
+    Versions of an accountant differ slightly. So a claim below the usual bound is compared with a finer computation,
+    which is an upper bound too: an accepted epsilon is never understated.
+
+    Args:
+        document: The certificate.
+
+    Returns:
+        One claim per epsilon.
 
     Raises:
-        Contradiction: its numbers do not fit each other.
-        ValueError: it is no whole certificate of this version, or was changed.
+        Contradiction: Its numbers contradict each other.
+        ValueError: It is not a complete certificate of this version, or it was changed.
     """
     if document.get("certificate") != FORMAT:
-        raise ValueError(f"this certificate cannot be checked: its version is not {FORMAT}")
+        raise ValueError(
+            f"this certificate cannot be checked: its version is {document.get('certificate')!r}, and this "
+            f"library reads version {FORMAT}"
+        )
     if not intact(document):
         raise ValueError(f"this certificate cannot be checked: {CHANGED}")
     try:
-        statement = Statement.read(document)
-        return tuple(_claims(statement))
+        return tuple(_claims(read_statement(document)))
     except Contradiction:
         raise
     except (ValueError, OverflowError) as error:
@@ -185,7 +241,17 @@ def claims(document: Mapping[str, Any]) -> tuple[Claim, ...]:
 
 
 def examined(document: Mapping[str, Any]) -> tuple[tuple[Claim, ...], str | None]:
-    """The claims of a certificate, and why it does not hold; None if it does."""
+    """The claims of a certificate, and the reason why it does not hold.
+
+    Args:
+        document: The certificate.
+
+    Returns:
+        Its claims, and a reason, which is None if the certificate holds.
+
+    Raises:
+        ValueError: It is not a complete certificate of this version.
+    """
     if not intact(document):
         return (), CHANGED
     try:
@@ -200,27 +266,28 @@ def examined(document: Mapping[str, Any]) -> tuple[tuple[Claim, ...], str | None
 
 
 def _claims(stated: Statement) -> Iterator[Claim]:
+    plan = stated.plan
+
     def claim(name: str, epsilon: float, steps: int, accountant: str) -> Claim:
-        given = {**asdict(stated.event), "steps": steps, "delta": stated.delta}
-        bound = accounting.epsilon(**given, accountant=accountant)
+        bound = accounting.epsilon(**asdict(plan.event), steps=steps, delta=plan.delta, accountant=accountant)
         if bound > epsilon:
-            bound = min(bound, accounting.finest_epsilon(stated.event, steps=steps, delta=stated.delta))
+            bound = min(bound, accounting.finest_epsilon(plan.event, steps=steps, delta=plan.delta))
         return Claim(name=name, stated=epsilon, recomputed=bound)
 
     if stated.epsilon is not None and stated.composition == FILTER:
-        spent = accounting.filter_epsilon(stated.events, delta=stated.delta)
+        spent = accounting.filter_epsilon(stated.events, delta=plan.delta)
         yield Claim(name="epsilon", stated=stated.epsilon, recomputed=spent)
     elif stated.epsilon is not None:
-        covered = stated.planned_steps if stated.composition == PLD else stated.released_steps
+        covered = plan.steps if stated.composition == PLD else stated.released_steps
         yield claim("epsilon", stated.epsilon, covered, "pld")
     for accountant in accounting.ACCOUNTANTS:
         planned, released = stated.at_planned_steps[accountant], stated.at_released_steps[accountant]
-        yield claim(f"epsilon_at_planned_steps, {accountant}", planned, stated.planned_steps, accountant)
+        yield claim(f"epsilon_at_planned_steps, {accountant}", planned, plan.steps, accountant)
         yield claim(f"epsilon_at_released_steps, {accountant}", released, stated.released_steps, accountant)
 
 
-def _by_accountant(event: Event, steps: int, delta: float) -> dict[str, float]:
+def _by_accountant(plan: PrivacyPlan, steps: int) -> dict[str, float]:
     return {
-        name: accounting.epsilon(**asdict(event), steps=steps, delta=delta, accountant=name)
+        name: accounting.epsilon(**asdict(plan.event), steps=steps, delta=plan.delta, accountant=name)
         for name in accounting.ACCOUNTANTS
     }

@@ -1,81 +1,71 @@
-"""A certificate as one page of HTML that needs nothing else: for the screen, light or dark, and for paper."""
+"""A certificate as one self-contained HTML page, for the screen (light or dark) and for paper."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 from importlib import resources
-from string import Template
 from typing import Any
+
+import jinja2
 
 from pmlf.evidence.certificate import UNBOUNDED
 from pmlf.evidence.statement import CAPPED, FILTER
 
+# When the epsilons of the planned and of the released steps hold, by composition.
+_VALID_BY_PLAN = ("even if results were seen during training", "if the run was not stopped because of results")
+_VALID = {
+    FILTER: ("for this run alone", "for this run alone"),
+    CAPPED: ("for one start without repeated steps", "if no result influenced the number of steps"),
+}
+
 
 def page(document: Mapping[str, Any]) -> str:
-    """The page of a certificate as `certificate.certificate` makes it."""
-    template = Template((resources.files("pmlf") / "assets" / "certificate.html").read_text(encoding="utf-8"))
-    reproducible = document["reproducible_noise"]
-    return template.substitute(
+    """Render a certificate as HTML. Every value is escaped, and the page loads nothing else.
+
+    Args:
+        document: a certificate, as `pmlf.evidence.certificate.certificate` returns it.
+
+    Returns:
+        The HTML page.
+    """
+    source = (resources.files("pmlf") / "assets" / "certificate.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(source).render(
         epsilon="none" if document["epsilon"] is None else _upper(document["epsilon"]),
         delta=_number(document["delta"]),
-        guarantee=escape(_guarantee(document)),
-        noise_class="bad" if reproducible else "good",
-        noise=escape(
-            "Reproducible noise: whoever knows the seed can take it away. Not for release."
-            if reproducible
-            else "Noise keyed by the operating system; no key was kept."
-        ),
+        guarantee=_guarantee(document),
+        reproducible=document["reproducible_noise"],
         spent=_spent(document),
-        composition=escape(f"Composition by {document['composition']}."),
-        mechanism=_facts(_mechanism(document)),
-        method=_facts(_method(document)),
+        composition=document["composition"],
+        mechanism=_mechanism(document),
+        method=_method(document),
         trials=_trials(document["trials"]),
-        not_accounted_for="".join(f"<li>{escape(text)}</li>" for text in document["not_accounted_for"]),
-        versions=escape(_origin(document)),
+        not_accounted_for=document["not_accounted_for"],
+        versions=_origin(document),
     )
 
 
 def _guarantee(document: Mapping[str, Any]) -> str:
     if document["epsilon"] is None:
-        return f"This certificate states nothing: {UNBOUNDED.removeprefix('it states no epsilon: ')}."
+        return f"This certificate states no guarantee: {UNBOUNDED.partition(': ')[2] or UNBOUNDED}."
     dataset = f" of {document['dataset']}" if document["dataset"] else ""
     return (
-        f"For any two training sets that differ in one record ({document['adjacency']}), no outcome of this training "
-        "is more than e^ε times as likely on the one as on the other, but for a probability of δ. The "
-        f"training set has {document['records']:,} records{dataset}."
+        "The training is (ε, δ)-differentially private. For any two training sets that differ in one record "
+        f"({document['adjacency']}), the probability of any set of outcomes under one is at most e^ε times its "
+        f"probability under the other, plus δ. The training set has {document['records']:,} records{dataset}."
     )
 
 
-def _spent(document: Mapping[str, Any]) -> str:
-    planned_holds, released_holds = {
-        FILTER: ("the same for this run alone", "the same for this run alone"),
-        CAPPED: ("for one beginning, nothing done again", "holds if no result decided how many there are"),
-    }.get(
-        document["composition"],
-        ("holds whatever was seen on the way", "holds if the run was not stopped because of results"),
-    )
-    planned, released = document["epsilon_at_planned_steps"], document["epsilon_at_released_steps"]
-    return _table(
-        ("", "steps", "epsilon by PLD", "by RDP", ""),
-        [
-            (
-                "planned",
-                f"{document['planned_steps']:,}",
-                _upper(planned["pld"]),
-                _upper(planned["rdp"]),
-                planned_holds,
-            ),
-            (
-                "released",
-                f"{document['released_steps']:,}",
-                _upper(released["pld"]),
-                _upper(released["rdp"]),
-                released_holds,
-            ),
-        ],
-    )
+def _spent(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A row for the planned steps and one for the released steps."""
+    valid = _VALID.get(document["composition"], _VALID_BY_PLAN)
+    rows: list[tuple[str, ...]] = []
+    for name, condition in zip(("planned", "released"), valid, strict=True):
+        epsilon = document[f"epsilon_at_{name}_steps"]
+        steps = f"{document[f'{name}_steps']:,}"
+        rows.append((name, steps, _upper(epsilon["pld"]), _upper(epsilon["rdp"]), condition))
+    return rows
 
 
 def _mechanism(document: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -85,11 +75,11 @@ def _mechanism(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("unit of privacy", document["unit_of_privacy"]),
         ("records, n", f"{document['records']:,}"),
         ("expected batch size, B", f"{document['expected_batch_size']:,}"),
-        ("sample rate, q = B/n", _number(document["sample_rate"])),
+        ("sampling rate, q = B/n", _number(document["sample_rate"])),
         ("noise multiplier, z", _number(document["noise_multiplier"])),
         ("clip norm, C", f"{_number(document['clip_norm'])}, {document['clipping']}"),
-        ("target epsilon", "none: the noise was given" if target is None else _number(target)),
-        ("steps of the model", f"{document['steps_of_the_model']:,} of {document['planned_steps']:,}"),
+        ("target epsilon", "none: the noise multiplier was given" if target is None else _number(target)),
+        ("steps in the model", f"{document['steps_of_the_model']:,} of {document['planned_steps']:,}"),
     ]
 
 
@@ -106,29 +96,24 @@ def _method(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("filter a", ", ".join(map(_number, low_pass["a"])) or "none"),
         ("filter b", ", ".join(map(_number, low_pass["b"]))),
         ("bias correction", "yes" if low_pass["corrected"] else "no"),
-        ("sampler", f"{document['sampler']}: each record joins independently"),
+        ("sampler", f"{document['sampler']}: each record joins a batch independently"),
         ("noise", document["randomness"]),
         ("samples are independent", document.get("independence_of_samples", "not stated")),
-        ("watched at every step", "yes" if document.get("watched_at_every_step") else "no"),
+        ("checked at every step", "yes" if document.get("watched_at_every_step") else "no"),
     ]
 
 
-def _trials(trials: Sequence[Mapping[str, Any]]) -> str:
-    if not trials:
-        return "<p>None has released anything yet.</p>"
-    return _table(
-        ("run", "noise multiplier", "sample rate", "steps planned", "events"),
-        [
-            (
-                trial["run"],
-                _number(trial["noise_multiplier"]),
-                _number(trial["sample_rate"]),
-                f"{trial['planned_steps']:,}",
-                f"{trial['events']:,}",
-            )
-            for trial in trials
-        ],
-    )
+def _trials(trials: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    return [
+        (
+            trial["run"],
+            _number(trial["noise_multiplier"]),
+            _number(trial["sample_rate"]),
+            f"{trial['planned_steps']:,}",
+            f"{trial['events']:,}",
+        )
+        for trial in trials
+    ]
 
 
 def _origin(document: Mapping[str, Any]) -> str:
@@ -138,19 +123,8 @@ def _origin(document: Mapping[str, Any]) -> str:
     return ", ".join([*parts, f"certificate {document['digest']}"])
 
 
-def _facts(rows: Iterable[tuple[str, str]]) -> str:
-    cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
-    return f"<table>{''.join(cells)}</table>"
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
-
-
 def _upper(epsilon: float) -> str:
-    """Four decimals, rounded up: a page must not say less than the certificate.
+    """Four decimals, rounded up: the page must not state less than the certificate.
 
     >>> _upper(1.99991), _upper(2.00001)
     ('2', '2.0001')

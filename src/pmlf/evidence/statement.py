@@ -1,7 +1,7 @@
-"""What a certificate states, read strictly: exact names, exact types, and numbers that do not contradict each other.
+"""What a certificate states, read strictly: exact names, exact types, and numbers that agree with each other.
 
-Whoever changes a certificate can seal it again, so the digest says nothing of its truth. What is read here is taken
-apart into the few numbers that the epsilon rests on, and each of them must fit all others.
+Whoever changes a certificate can also renew its digest, so the digest does not prove that the content is true. This
+module reads the numbers that the epsilon depends on, and refuses a certificate in which they contradict each other.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from pmlf.engine.momentum import CLIPPINGS
-from pmlf.evidence.entries import Entries
+from pmlf.evidence.json_object import JsonObject
+from pmlf.evidence.tally import PrivacyPlan, Trial
 from pmlf.mechanism.accounting import ACCOUNTANTS, Event
 from pmlf.mechanism.noise import SeededRandomness
 
@@ -37,7 +38,7 @@ NOT_ACCOUNTED_FOR = (
     "preprocessing fitted on the private records",
     "stopping early because of results (the epsilon at planned steps covers it)",
 )
-_FIXED = {
+_FIXED = {  # entries with one allowed value
     "certificate": FORMAT,
     "mechanism": MECHANISM,
     "unit_of_privacy": UNIT,
@@ -46,122 +47,65 @@ _FIXED = {
     "not_accounted_for": list(NOT_ACCOUNTED_FOR),
 }
 _ROUNDING = 1e-9  # relative
-_OTHER_ACCOUNTANT = 1e-3  # relative: a target was met by the accountant of another version
+_OTHER_ACCOUNTANT = 1e-3  # relative: the target may have been met by another version of the accountant
 
 
 class Contradiction(ValueError):
-    """What a certificate states in one place is not what it states in another."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatedTrial:
-    """One beginning of a run under one plan, and how many events it has spent."""
-
-    run: str
-    beginning: str
-    event: Event
-    planned_steps: int
-    target_epsilon: float | None
-    delta: float
-    events: int
-
-    @classmethod
-    def read(cls, entries: Entries) -> Self:
-        entries.require(
-            "run",
-            "beginning",
-            "noise_multiplier",
-            "sample_rate",
-            "planned_steps",
-            "target_epsilon",
-            "delta",
-            "events",
-        )
-        return cls(
-            run=entries.text("run"),
-            beginning=entries.text("beginning"),
-            event=entries.event(),
-            planned_steps=entries.count("planned_steps", least=1),
-            target_epsilon=entries.optional("target_epsilon", entries.positive),
-            delta=entries.probability("delta"),
-            events=entries.count("events", least=1),
-        )
-
-    @property
-    def plan(self) -> tuple[str, Event, int]:
-        return self.run, self.event, self.planned_steps
+    """Two statements of a certificate that cannot both be true."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """The numbers of a certificate on which its epsilon rests."""
+    """The numbers of a certificate that its epsilon depends on.
+
+    Attributes:
+        epsilon: The epsilon that the certificate states; None if it states none.
+        plan: What the run planned to spend.
+        composition: How its events compose: `PLD`, `CAPPED` or `FILTER`.
+        at_planned_steps: Epsilon of the planned steps, by accountant.
+        at_released_steps: Epsilon of the released steps, by accountant.
+        released_steps: The number of events of the run.
+        steps_of_the_model: The number of steps that the model has taken.
+        trials: The number of events of every trial.
+        in_a_ledger: Whether the events are in a ledger.
+    """
 
     epsilon: float | None
-    delta: float
-    target_epsilon: float | None
+    plan: PrivacyPlan
     composition: str
     at_planned_steps: Mapping[str, float]
     at_released_steps: Mapping[str, float]
-    planned_steps: int
     released_steps: int
     steps_of_the_model: int
-    event: Event
-    trials: tuple[StatedTrial, ...]
+    trials: Mapping[Trial, int]
     in_a_ledger: bool
-
-    @classmethod
-    def read(cls, document: Mapping[str, Any]) -> Self:
-        """The statement of a whole certificate.
-
-        Raises:
-            ValueError: a name is missing or unknown, or a value is of another type or out of range.
-            Contradiction: its numbers do not fit each other.
-        """
-        entries = Entries(document, "the certificate")
-        entries.require(*_NAMES, optional=(_SPEC, _INDEPENDENCE, _WATCHED))
-        for name, value in _FIXED.items():
-            entries.same(name, value)
-        _check_description(entries)
-        statement = cls(
-            epsilon=entries.optional("epsilon", entries.amount),
-            delta=entries.probability("delta"),
-            target_epsilon=entries.optional("target_epsilon", entries.positive),
-            composition=entries.one_of("composition", (PLD, CAPPED, FILTER)),
-            at_planned_steps=entries.amounts("epsilon_at_planned_steps", ACCOUNTANTS),
-            at_released_steps=entries.amounts("epsilon_at_released_steps", ACCOUNTANTS),
-            planned_steps=entries.count("planned_steps", least=1),
-            released_steps=entries.count("released_steps"),
-            steps_of_the_model=entries.count("steps_of_the_model"),
-            event=entries.event(),
-            trials=tuple(StatedTrial.read(part) for part in entries.parts("trials")),
-            in_a_ledger=entries.optional("dataset", entries.text) is not None,
-        )
-        statement._check()
-        return statement
 
     @property
     def events(self) -> Mapping[Event, int]:
-        """All events of the trials, by kind."""
+        """The number of events of each kind, over all trials."""
         found: Counter[Event] = Counter()
-        for trial in self.trials:
-            found[trial.event] += trial.events
+        for trial, count in self.trials.items():
+            found[trial.plan.event] += count
         return found
 
-    def _check(self) -> None:
-        """Refuse numbers of which not all can be true."""
-        spent = sum(trial.events for trial in self.trials)
+    def check(self) -> None:
+        """Check that the numbers agree with each other.
+
+        Raises:
+            Contradiction: They do not.
+        """
+        spent, planned = sum(self.trials.values()), self.plan.steps
         by_run = Counter[str]()
-        for trial in self.trials:
-            by_run[trial.run] += trial.events
-        if self.steps_of_the_model > min(self.planned_steps, spent):
+        for trial, count in self.trials.items():
+            by_run[trial.run] += count
+        if self.steps_of_the_model > min(planned, spent):
             raise Contradiction(
-                f"the model has {self.steps_of_the_model} steps, of {self.planned_steps} planned and {spent} events in "
-                "the trials"
+                f"the model has {self.steps_of_the_model} steps, of {planned} planned and {spent} events in the trials"
             )
         if self.released_steps not in {0, *by_run.values()}:
             raise Contradiction(f"released_steps={self.released_steps} is the number of events of no run in the trials")
         if not self.in_a_ledger and len(by_run) > 1:
-            raise Contradiction("it names no dataset, so has no ledger, and lists trials of several runs")
+            raise Contradiction("it names no dataset, so it has no ledger, and lists trials of several runs")
         if self.composition == PLD:
             self._check_as_planned()
         else:
@@ -169,10 +113,9 @@ class Statement:
             self._check_bounded()
 
     def _check_as_planned(self) -> None:
-        """PLD: one beginning of one plan, and no more steps than it has."""
-        for trial in self.trials:
-            stated = (self.event, self.planned_steps, self.delta, self.target_epsilon, self.released_steps)
-            if (trial.event, trial.planned_steps, trial.delta, trial.target_epsilon, trial.events) != stated:
+        """PLD: one start of one plan, with at most the planned number of steps."""
+        for trial, count in self.trials.items():
+            if trial.plan != self.plan or count != self.released_steps:
                 raise Contradiction(
                     "it composes by PLD, for one run as planned, and its trial has another mechanism, plan, delta, "
                     "target or number of events than the certificate"
@@ -182,40 +125,95 @@ class Statement:
                 f"it composes by PLD, for one run as planned, with {self.released_steps} released steps in "
                 f"{len(self.trials)} trials"
             )
-        if self.released_steps > self.planned_steps:
+        if self.released_steps > self.plan.steps:
             raise Contradiction(
-                f"it composes by PLD, as planned, and {self.released_steps} steps were released of "
-                f"{self.planned_steps} planned"
+                f"it composes by PLD, as planned, and {self.released_steps} steps were released of {self.plan.steps} "
+                "planned"
             )
+        target = self.plan.target_epsilon
         if self.epsilon is None:
             raise Contradiction("it composes by PLD, which always gives an epsilon, and states none")
-        if self.target_epsilon is not None and self.epsilon > self.target_epsilon * (1 + _OTHER_ACCOUNTANT):
-            raise Contradiction(f"epsilon={self.epsilon} is above target_epsilon={self.target_epsilon}")
+        if target is not None and self.epsilon > target * (1 + _OTHER_ACCOUNTANT):
+            raise Contradiction(f"epsilon={self.epsilon} is above target_epsilon={target}")
 
     def _check_plans(self, spent: int) -> None:
-        """CAPPED: one plan, begun or done again. FILTER: several plans, of which this run's may be yet to begin."""
-        plans = {trial.plan for trial in self.trials}
-        own = len(plans) == 1 and {plan[1:] for plan in plans} == {(self.event, self.planned_steps)}
+        """CAPPED: one plan, started again or with repeated steps. FILTER: several plans, this run's perhaps not yet."""
+        keys = {trial.key for trial in self.trials}
+        own = len(keys) == 1 and {key[1:] for key in keys} == {(self.plan.event, self.plan.steps)}
         if self.composition == CAPPED and not (own and spent == self.released_steps):
             raise Contradiction("it composes by PLD up to the target, for one plan, and its trials have others")
-        if self.composition == FILTER and (not plans or (own and self.released_steps > 0)):
+        if self.composition == FILTER and (not keys or (own and self.released_steps > 0)):
             raise Contradiction("it composes by an RDP filter, for several plans, and its trials have only its own")
 
     def _check_bounded(self) -> None:
-        """What holds is the target, if all trials had it, or a lower one, at this delta."""
+        """The target holds if every trial had it, or a lower one, at the same delta."""
         if self.epsilon is None:
             return
-        if self.epsilon != self.target_epsilon:
+        if self.epsilon != self.plan.target_epsilon:
             raise Contradiction(
-                f"epsilon={self.epsilon} is not target_epsilon={self.target_epsilon}, which alone holds where steps or "
-                "runs were added"
+                f"epsilon={self.epsilon} is not target_epsilon={self.plan.target_epsilon}, which alone holds if steps "
+                "or runs were added"
             )
         for trial in self.trials:
-            if trial.target_epsilon is None or trial.target_epsilon > self.epsilon or trial.delta != self.delta:
+            target, delta = trial.plan.target_epsilon, trial.plan.delta
+            if target is None or target > self.epsilon or delta != self.plan.delta:
                 raise Contradiction(
-                    f"run {trial.run!r} among the trials had target_epsilon={trial.target_epsilon} at "
-                    f"delta={trial.delta}, which does not bound it by {self.epsilon} at {self.delta}"
+                    f"run {trial.run!r} among the trials had target_epsilon={target} at delta={delta}, which does not "
+                    f"bound it by {self.epsilon} at {self.plan.delta}"
                 )
+
+
+def read_statement(document: Mapping[str, Any]) -> Statement:
+    """Read the statement of a certificate and check it.
+
+    Args:
+        document: The certificate.
+
+    Returns:
+        The numbers that its epsilon depends on.
+
+    Raises:
+        ValueError: A name is missing or unknown, or a value has another type or is out of range.
+        Contradiction: Its numbers contradict each other.
+    """
+    entries = JsonObject(document, "the certificate")
+    entries.require(*_NAMES, optional=(_SPEC, _INDEPENDENCE, _WATCHED))
+    for name, value in _FIXED.items():
+        entries.same(name, value)
+    _check_description(entries)
+    statement = Statement(
+        epsilon=entries.optional("epsilon", entries.amount),
+        plan=_plan(entries),
+        composition=entries.one_of("composition", (PLD, CAPPED, FILTER)),
+        at_planned_steps=entries.amounts("epsilon_at_planned_steps", ACCOUNTANTS),
+        at_released_steps=entries.amounts("epsilon_at_released_steps", ACCOUNTANTS),
+        released_steps=entries.count("released_steps"),
+        steps_of_the_model=entries.count("steps_of_the_model"),
+        trials=_trials(entries.parts("trials")),
+        in_a_ledger=entries.optional("dataset", entries.text) is not None,
+    )
+    statement.check()
+    return statement
+
+
+def _plan(entries: JsonObject) -> PrivacyPlan:
+    return PrivacyPlan(
+        event=entries.event(),
+        steps=entries.count("planned_steps", least=1),
+        delta=entries.probability("delta"),
+        target_epsilon=entries.optional("target_epsilon", entries.positive),
+    )
+
+
+def _trials(listed: list[JsonObject]) -> Mapping[Trial, int]:
+    found: dict[Trial, int] = {}
+    for entries in listed:
+        entries.require(*_TRIAL)
+        trial = Trial(run=entries.text("run"), beginning=entries.text("beginning"), plan=_plan(entries))
+        if trial in found:
+            raise Contradiction(f"its trials list one start of the run {trial.run!r} twice")
+        found[trial] = entries.count("events", least=1)
+    return found
 
 
 _NAMES = (
@@ -243,13 +241,23 @@ _NAMES = (
     "versions",
     "digest",
 )
-_SPEC = "spec_digest"  # of the run folder, where there is one
+_TRIAL = (
+    "run",
+    "beginning",
+    "noise_multiplier",
+    "sample_rate",
+    "planned_steps",
+    "target_epsilon",
+    "delta",
+    "events",
+)
+_SPEC = "spec_digest"  # of the run folder, if there is one
 _INDEPENDENCE, _WATCHED = "independence_of_samples", "watched_at_every_step"
 _VERSIONS = ("python", "torch", "dp-accounting", "dp-pmlf")
 
 
-def _check_description(entries: Entries) -> None:
-    """What the epsilon does not rest on: sizes, method, randomness, versions."""
+def _check_description(entries: JsonObject) -> None:
+    """Check what the epsilon does not depend on: sizes, method, randomness, versions."""
     records, size = entries.count("records", least=1, most=2**63), entries.positive("expected_batch_size")
     rate = entries.event().sample_rate
     if not math.isclose(size / records, rate, rel_tol=_ROUNDING):

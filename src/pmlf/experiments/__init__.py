@@ -1,1 +1,1 @@
-"""Runs as data (`spec`) and what carries them out (`runner`)."""
+"""Runs as data (`spec`), their execution (`runner`) and their results."""

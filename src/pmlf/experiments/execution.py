@@ -1,40 +1,47 @@
-"""A run under way: its steps, evaluations and checkpoints, to its end or to an interruption."""
+"""The execution of a run: steps, evaluations and checkpoints, until it is complete or interrupted."""
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
+from types import FrameType
+from typing import Any
 
 from torch import Tensor
 
 from pmlf.experiments.diagnostics import Probe
 from pmlf.experiments.folder import RunFolder
-from pmlf.experiments.progress import Progress
-from pmlf.experiments.results import Evaluation, Observer, RunResult
-from pmlf.experiments.signals import noted_signals
+from pmlf.experiments.progress import RunProgress
+from pmlf.experiments.results import Evaluation, RunObserver, RunResult
 from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.tasks import Task
 from pmlf.mechanism.sampling import LogicalBatch
 from pmlf.run.private_run import PrivateRun
 
 _SECONDS_BETWEEN_CHECKPOINTS = 60.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class LossMeter:
-    """Mean loss of one step's records over its evaluation points: sensitive, so it exists only on demand."""
+    """Mean training loss of a step over its records and evaluation points. Sensitive: used only on request."""
 
     def __init__(self) -> None:
         self._sum, self._count = 0.0, 0
 
     def add(self, losses: Tensor) -> None:
-        if type(losses) is not Tensor:  # a proof of independence is tried, in which nothing may be read
+        """Add the losses of a micro-batch."""
+        if type(losses) is not Tensor:  # a tracer of the independence proof, which has no values
             return
         self._sum += float(losses.detach().sum())
         self._count += len(losses)
 
     def take(self) -> float | None:
+        """Return the mean since the last call, None if no losses were added, and start again."""
         mean = self._sum / self._count if self._count else None  # an empty batch has no loss
         self._sum, self._count = 0.0, 0
         return mean
@@ -42,30 +49,29 @@ class LossMeter:
 
 @dataclass(kw_only=True)
 class Execution:
-    """A run under way."""
+    """One run: takes its steps, evaluates, writes checkpoints and results."""
 
     spec: RunSpec
     task: Task
     private: PrivateRun
     folder: RunFolder
-    progress: Progress
+    progress: RunProgress
     losses: LossMeter | None
     probe: Probe | None
-    observer: Observer
-    checkpoint_every: int | None
 
-    def carry_out(self) -> RunResult:
-        """All the steps that are left: to the end, to the end of the budget, or to an interruption."""
+    def run(self, observer: RunObserver, checkpoint_every: int | None) -> RunResult:
+        """Take the remaining steps, until the run is complete, out of budget or interrupted."""
         private = self.private
+        self._observer, self._checkpoint_every = observer, checkpoint_every
         self._steps = self.spec.steps_to_take(private.steps)
         self._begin = time.monotonic() - self.progress.seconds
         interrupted_by = signalled_by = None
         try:
-            with noted_signals() as interruption:
-                self._save()  # also before the first step, so that a run which was cut off is always found again
-                self.observer.started(self.spec, self._steps)
+            with _deferred_signals() as interruption:
+                self._save()  # also before the first step, so that every run can be resumed
+                self._observer.started(self.spec, self._steps)
                 if private.steps_done:
-                    self.observer.stepped(private.steps_done, None)
+                    self._observer.stepped(private.steps_done, None)
                 for batch in islice(private.batches(), self._steps - private.steps_done):
                     self._step(batch)
                     if interruption.by:
@@ -73,13 +79,13 @@ class Execution:
             signalled_by = interruption.by
             if private.steps_done < self._steps:
                 interrupted_by = signalled_by
-            if interrupted_by is None and self._last_evaluated() != private.steps_done:  # the budget was spent
+            if interrupted_by is None and self._last_evaluated() != private.steps_done:  # out of budget
                 self._evaluate(None)
         except KeyboardInterrupt:
             interrupted_by = "SIGINT"
         except Exception:
-            if private.spending.run_events:
-                with suppress(OSError):  # a full disk, say: what went wrong first is what to tell
+            if private.budget.run_events:
+                with suppress(OSError):  # for example a full disk: report the first error
                     self._leave()
             raise
         self._leave()
@@ -89,8 +95,8 @@ class Execution:
             spec=self.spec,
             out=self.folder.path,
             epsilon=private.epsilon(),
-            certified_epsilon=private.spending.claim(),
-            noise_multiplier=private.private_step.noise_multiplier,
+            certified_epsilon=private.budget.claim(),
+            noise_multiplier=private.private_step.settings.noise_multiplier,
             steps=private.steps_done,
             planned_steps=self._steps,
             seconds=self.progress.seconds,
@@ -104,16 +110,16 @@ class Execution:
     def _step(self, batch: LogicalBatch) -> None:
         private = self.private
         if self.probe:
-            self.probe.look()
+            self.probe.measure()
         private.step(batch)
         training_loss = self.losses.take() if self.losses else None
-        self.observer.stepped(private.steps_done, training_loss)
+        self._observer.stepped(private.steps_done, training_loss)
         if private.steps_done % private.steps_per_epoch == 0 or private.steps_done == self._steps:
             self._evaluate(training_loss)
-        if self.checkpoint_every is None:
+        if self._checkpoint_every is None:
             due = time.monotonic() - self._saved > _SECONDS_BETWEEN_CHECKPOINTS
         else:
-            due = private.steps_done % self.checkpoint_every == 0
+            due = private.steps_done % self._checkpoint_every == 0
         if due:
             self._save()
 
@@ -121,7 +127,7 @@ class Execution:
         evaluation = _evaluation(self.private, self.task, training_loss)
         self.progress.evaluations.append(evaluation)
         self.folder.write_metrics(self.progress.evaluations)
-        self.observer.evaluated(evaluation)
+        self._observer.evaluated(evaluation)
 
     def _last_evaluated(self) -> int | None:
         return self.progress.evaluations[-1].step if self.progress.evaluations else None
@@ -132,7 +138,7 @@ class Execution:
         self.folder.save(self.spec, self.progress.to_state(), self.private.state_dict())
 
     def _leave(self) -> None:
-        """What was released, and the account of it; after a step that broke off halfway the account alone."""
+        """Write the released model and the certificate. After an error within a step: the certificate alone."""
         if self.private.between_steps:
             self._save()
             self.folder.write_metrics(self.progress.evaluations)
@@ -144,9 +150,42 @@ def _evaluation(private: PrivateRun, task: Task, training_loss: float | None) ->
     averaged = private.averaged_model()
     return Evaluation(
         step=private.steps_done,
-        epoch=round(private.steps_done * private.private_step.expected_batch_size / task.records, 4),
+        epoch=round(private.steps_done * private.private_step.settings.expected_batch_size / task.records, 4),
         epsilon=private.epsilon(),
         scores=task.scores(private.model),
         ema_scores=None if averaged is None else task.scores(averaged),
         training_loss=training_loss,
     )
+
+
+class _Interruption:
+    """The name of the signal that asked the run to stop, or None."""
+
+    def __init__(self) -> None:
+        self.by: str | None = None
+
+
+@contextmanager
+def _deferred_signals() -> Iterator[_Interruption]:
+    """Record SIGINT and SIGTERM instead of acting on them. A second signal acts at once."""
+    interruption = _Interruption()
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals only in the main thread
+        yield interruption
+        return
+    before: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+    before = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def record(number: int, frame: FrameType | None) -> None:
+        interruption.by = signal.Signals(number).name
+        restore()
+
+    for number in before:
+        signal.signal(number, record)
+    try:
+        yield interruption
+    finally:
+        restore()

@@ -1,4 +1,4 @@
-"""What a run must remember, beside the state of its `PrivateRun`, to go on where it was cut off."""
+"""The part of a checkpoint that is not in the state of the `PrivateRun`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from pmlf.experiments.tasks import Task
 
 
 @dataclass(kw_only=True)
-class Progress:
-    """Goes into the checkpoint and nowhere else: the key of the records' digest would let others test guesses."""
+class RunProgress:
+    """What a run needs to resume, besides the state of its `PrivateRun`.
+
+    It is written to the checkpoint and nowhere else: with the key of the records' digest, others could test guesses.
+    """
 
     run: str
-    ledger: Path | None  # one that runs share; None is the run's own, which goes where its folder goes
+    ledger: Path | None  # a shared ledger; None for the one in the run's folder, which may be moved
     records_key: bytes
     records_digest: str
     threads: int
@@ -34,9 +37,10 @@ class Progress:
     evaluations: list[Evaluation] = field(default_factory=list)
 
     @staticmethod
-    def start(task: Task, ledger: Path | None) -> Progress:
+    def start(task: Task, ledger: Path | None) -> RunProgress:
+        """The progress of a new run."""
         key = os.urandom(32)
-        return Progress(
+        return RunProgress(
             run=secrets.token_hex(8),
             ledger=None if ledger is None else ledger.absolute(),
             records_key=key,
@@ -47,7 +51,7 @@ class Progress:
 
     @property
     def not_accounted_for(self) -> list[str]:
-        """What was shown of the private records on demand: the certificate names it."""
+        """Sensitive output that the user requested. The certificate lists it."""
         shown = {
             "the training loss, shown and recorded on demand": self.sensitive_shown,
             "diagnostics of gradients before the noise, recorded on demand": self.diagnosed,
@@ -55,6 +59,7 @@ class Progress:
         return [name for name, there in shown.items() if there]
 
     def to_state(self) -> dict[str, Any]:
+        """JSON-ready."""
         return {
             **vars(self),
             "ledger": None if self.ledger is None else str(self.ledger),
@@ -63,12 +68,13 @@ class Progress:
         }
 
     @staticmethod
-    def from_state(state: Mapping[str, Any]) -> Progress:
-        if unknown := sorted(set(state) ^ {each.name for each in fields(Progress)}):
+    def from_state(state: Mapping[str, Any]) -> RunProgress:
+        """The progress that `to_state` wrote."""
+        if unknown := sorted(set(state) ^ {each.name for each in fields(RunProgress)}):
             raise ValueError(
-                f"the checkpoint and this version of pmlf differ in {unknown[0]!r}: resume with the other one"
+                f"the checkpoint is from another version of pmlf ({unknown[0]!r} differs): resume with that version"
             )
-        return Progress(
+        return RunProgress(
             **{
                 **state,
                 "ledger": None if state["ledger"] is None else Path(state["ledger"]),
@@ -78,21 +84,21 @@ class Progress:
         )
 
     def check(self, task: Task, *, seeded: bool) -> None:
-        """Refuse other records; warn where the same seed may give other bits."""
+        """Raise ValueError if the training records differ. Warn if a seeded run may not repeat bit for bit."""
         if records_digest(task.train, task.collate_fn, self.records_key) != self.records_digest:
             raise ValueError(
-                "the training records are not those that the run began with, or not in that order: give it the same, "
-                "or begin a new run"
+                "the training records, or their order, have changed since the run started: resume with the same "
+                "dataset, or start a new run"
             )
         if seeded and self.torch_version != torch.__version__:
             warnings.warn(
-                f"the run began with torch {self.torch_version}, this is {torch.__version__}: the bits may differ",
+                f"the run started with torch {self.torch_version}, this is {torch.__version__}: rounding may differ",
                 stacklevel=3,
             )
 
     @contextmanager
     def same_threads(self) -> Iterator[None]:
-        """Sums are rounded by how they are split over threads: as many as at the beginning."""
+        """Use as many threads as at the start: rounding depends on how sums are split over threads."""
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:

@@ -1,4 +1,4 @@
-"""What runs tell while they last and leave when they end: data, without the torch that makes it."""
+"""Results of runs, and the observer interface. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pmlf.experiments.spec import RunSpec
 
-if TYPE_CHECKING:  # torch behind it takes seconds to import
+if TYPE_CHECKING:  # it imports torch, which takes seconds
     from pmlf.run.evaluation import Score
 
 SENSITIVE_NOTE = "sensitive: computed from private data before noise, not covered by epsilon"
@@ -17,21 +17,22 @@ SENSITIVE_NOTE = "sensitive: computed from private data before noise, not covere
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A run after some step. The training loss is that step's; it is sensitive, and there only on demand.
+    """Scores of a run after one of its steps.
 
-    Splits are "test", GLUE's "validation", "validation_matched", ..., or "holdout" for a part of the training split.
+    Splits are "test", GLUE's "validation" and so on, or "holdout" for a part of the training split. The training loss
+    of the step is sensitive; it is None unless requested.
     """
 
     step: int
     epoch: float
     epsilon: float
-    scores: Mapping[str, Score]  # by split, the one that counts first
-    ema_scores: Mapping[str, Score] | None = None  # of the averaged parameters, where an average is kept
+    scores: Mapping[str, Score]  # by split, the main split first
+    ema_scores: Mapping[str, Score] | None = None  # of the averaged parameters, if there is an average
     training_loss: float | None = None
 
     @property
     def split(self) -> str:
-        """The split that counts."""
+        """The main split."""
         return next(iter(self.scores))
 
     @property
@@ -78,11 +79,12 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """A run that ended, or was interrupted; `evaluations` may then be empty.
+    """Result of a run that is complete or interrupted. After an interruption, `evaluations` may be empty.
 
-    `epsilon` is of all that its ledger holds: more than its `steps` make, where steps were lost in a crash and done
-    again, or where other runs share the ledger. `certified_epsilon` is the certificate's claim, which holds whatever
-    was seen on the way; None if there is none. Fewer steps than planned, uninterrupted: the budget was spent.
+    `epsilon` covers all events in the ledger: also steps that were lost in a crash and repeated, and other runs that
+    share the ledger. `certified_epsilon` is the claim of the certificate, which also holds if decisions were made
+    during the run; None if there is no claim. A run with fewer steps than planned that was not interrupted has used up
+    its budget.
     """
 
     spec: RunSpec
@@ -93,9 +95,9 @@ class RunResult:
     steps: int
     planned_steps: int
     seconds: float
-    interrupted_by: str | None  # a signal's name
+    interrupted_by: str | None  # name of the signal
     evaluations: tuple[Evaluation, ...]
-    signalled_by: str | None = None  # be it in the last step, too late to interrupt: no other run is to begin after it
+    signalled_by: str | None = None  # the same, also if the signal came in the last step: start no other run after it
 
     @property
     def interrupted(self) -> bool:
@@ -103,7 +105,7 @@ class RunResult:
 
     @property
     def budget_spent(self) -> bool:
-        """Whether the run stopped before the step that would have passed its target epsilon."""
+        """Whether the run stopped early because the next step would exceed its target epsilon."""
         return self.steps < self.planned_steps and not self.interrupted
 
     @property
@@ -116,7 +118,7 @@ class RunResult:
 
     @property
     def split(self) -> str:
-        """What the accuracies are on."""
+        """The split of the accuracies."""
         return self.evaluations[-1].split if self.evaluations else "test"
 
     def to_json(self) -> dict[str, Any]:
@@ -143,25 +145,25 @@ class RunResult:
         }
 
     def to_full_json(self) -> dict[str, Any]:
-        """With its evaluations: what result.json holds."""
+        """The content of result.json: `to_json` and all evaluations."""
         return {**self.to_json(), "evaluations": [evaluation.to_json() for evaluation in self.evaluations]}
 
     @staticmethod
     def from_full_json(document: Mapping[str, Any], spec: RunSpec, out: Path) -> RunResult:
-        """The result that `to_full_json` wrote, from the folder where it is now."""
+        """The result that `to_full_json` wrote, with the current path of its folder."""
         stored = ("epsilon", "noise_multiplier", "steps", "planned_steps", "seconds", "interrupted_by")
         evaluations = tuple(Evaluation.from_json(evaluation) for evaluation in document["evaluations"])
         return RunResult(
             spec=spec,
             out=out,
             evaluations=evaluations,
-            certified_epsilon=document.get("certified_epsilon"),  # results from before it was written have none
+            certified_epsilon=document.get("certified_epsilon"),  # missing in old files
             **{name: document[name] for name in stored},
         )
 
 
-class Observer(Protocol):
-    """Is told what a run may tell."""
+class RunObserver(Protocol):
+    """Receives the progress of a run."""
 
     def started(self, spec: RunSpec, steps: int) -> None: ...
 
@@ -170,8 +172,8 @@ class Observer(Protocol):
     def evaluated(self, evaluation: Evaluation) -> None: ...
 
 
-class Unobserved:
-    """An `Observer` that does nothing."""
+class SilentObserver:
+    """A `RunObserver` that does nothing. Subclass it and override what you need."""
 
     def started(self, spec: RunSpec, steps: int) -> None:
         pass
@@ -184,16 +186,16 @@ class Unobserved:
 
 
 def comparison_json(results: Sequence[RunResult], out: Path) -> dict[str, Any]:
-    """Every run's result with its evaluations."""
+    """The content of comparison.json: all results with their evaluations."""
     return {"runs": [result.to_full_json() for result in results], "note": rate_note(results), "out": str(out)}
 
 
 def rate_note(results: Sequence[RunResult]) -> str:
-    """What a comparison at one learning rate does not make equal."""
+    """A note that at a shared learning rate some methods take larger steps."""
     note = f"All methods share the learning rate {results[0].spec.lr:g}."
     for result in results:
         momentum = result.spec.options.outer_momentum
         if momentum is not None:
             gain = 1 / (1 - momentum)
-            note += f" The filter of {result.spec.method} has a steady gain of {gain:.3g}, so its steps are larger."
+            note += f" The filter of {result.spec.method} has a DC gain of {gain:.3g}, so its steps are larger."
     return note

@@ -1,11 +1,12 @@
-"""Carry out a run in its folder: begin it, or go on with it where it was cut off, and leave its results.
+"""Run a spec in a folder: start it or resume it, and write its results.
 
-Nothing is printed here: an `Observer` is told. Nothing sensitive is told or written unless it is asked for.
+Nothing is printed here; a `RunObserver` receives the progress. Sensitive values are shown or written only on request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,23 @@ from torch.optim import Optimizer
 
 from pmlf import machine
 from pmlf.basics.arguments import require_count
+from pmlf.basics.batches import synthetic, to_device
 from pmlf.basics.files import write_json
-from pmlf.checks.inspection import Checked
+from pmlf.checks.inspection import Checked, check
 from pmlf.evidence.ledger import Ledger
 from pmlf.experiments import tasks
-from pmlf.experiments.checking import check_model
 from pmlf.experiments.diagnostics import Probe
 from pmlf.experiments.execution import Execution, LossMeter
-from pmlf.experiments.folder import RunFolder, continued
-from pmlf.experiments.progress import Progress
-from pmlf.experiments.results import Observer, RunResult, Unobserved, comparison_json
+from pmlf.experiments.folder import RunFolder, resumed_spec
+from pmlf.experiments.progress import RunProgress
+from pmlf.experiments.results import RunObserver, RunResult, SilentObserver, comparison_json
 from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.tasks import Task
+from pmlf.mechanism.noise import SeededRandomness
 from pmlf.run.making import make_private
 from pmlf.run.private_run import PrivateRun
+
+_CHECKED_SAMPLES = 4
 
 
 def run(
@@ -37,7 +41,7 @@ def run(
     out: Path | str,
     *,
     data_dir: Path | str | None = None,
-    observer: Observer | None = None,
+    observer: RunObserver | None = None,
     show_sensitive: bool = False,
     resume: bool = False,
     ledger: Path | str | None = None,
@@ -45,77 +49,45 @@ def run(
     diagnostics: bool = False,
     show_check: Callable[[Checked], None] | None = None,
 ) -> RunResult:
-    """Train as `spec` says, evaluate once an epoch, and leave the results in the new folder `out`.
+    """Train as `spec` says, evaluate once per epoch, and write the results to the folder `out`.
 
-    What cannot be trained leaves no folder; `pmlf.check` looks for it on synthetic inputs first. `show_check` is given
-    what it measures on the first records as well: sensitive, and written nowhere. SIGINT and SIGTERM (and a
-    KeyboardInterrupt from the observer) end the run when the step that runs is over, with all that was released and a
-    checkpoint in the folder.
+    SIGINT, SIGTERM or a KeyboardInterrupt from the observer stop the run after the current step. Results and a
+    checkpoint are then in the folder. A run that fails before its first step leaves no folder. The process keeps freed
+    memory from then on.
 
-    With `resume` a folder that exists is gone on with where its run was cut off, and the stored result of a finished
-    run is returned; the spec must be the run's own, and may ask for more epochs or steps. `ledger` is a file that runs
-    on the same dataset share; by default each run has its own. A checkpoint is made every `checkpoint_every` steps, or
-    every minute. The process keeps what it frees from then on (`machine.keep_freed_memory`).
+    Args:
+        spec: The run.
+        out: Folder for the results. It must not exist, except with `resume`.
+        data_dir: Folder of datasets. None: the folder in PMLF_DATA, else the Hugging Face hub.
+        observer: Receives the progress.
+        show_sensitive: Also pass the training loss to the observer and write it to metrics.jsonl.
+        resume: Resume the run in `out`, or return its result if it is complete. Start it if `out` does not exist.
+            `spec` must be the run's own, except for more epochs or steps.
+        ledger: File that several runs on one dataset share. None: a ledger in the folder.
+        checkpoint_every: Steps between checkpoints. None: one checkpoint per minute.
+        diagnostics: Write diagnostics.json (sensitive).
+        show_check: Called with the result of `pmlf.check` on the first records (sensitive, not written).
+
+    Raises:
+        ValueError: If a setting, the model, the dataset or the folder is refused. The message says what to change.
     """
-    if diagnostics and resume:
-        raise ValueError("diagnostics are of a run from its first step on: begin a new run with them")
     if checkpoint_every is not None:
-        require_count("checkpoint_every", checkpoint_every, "it counts the steps from one checkpoint to the next")
+        require_count("checkpoint_every", checkpoint_every, "it is the number of steps between checkpoints")
     folder = RunFolder(Path(out))
-    saved: Mapping[str, Any] | None = None
-    if resume and folder.begun():
-        stored, finished = folder.spec(), folder.finished()
-        spec = continued(stored, spec)
-        if finished is not None and spec == stored:
-            return finished
-        if finished is not None:
-            raise ValueError(f"the run in {str(out)!r} is finished, so its plan cannot change: begin a new run")
-        saved = folder.load()
-    else:
-        folder.refuse_existing()
+    spec, saved, finished = _found(folder, spec, resume=resume, diagnostics=diagnostics)
+    if finished is not None:
+        return finished
     machine.keep_freed_memory()
-    ledger = None if ledger is None else Path(ledger)
     task = tasks.prepare(spec, None if data_dir is None else Path(data_dir))
     spec = spec.resolved(task.records)
-    if saved is None:
-        progress = Progress.start(task, ledger)
-        folder.make(spec)
-    else:
-        progress = Progress.from_state(saved["progress"])
-        progress.check(task, seeded=spec.seed is not None)
-        progress.ledger = progress.ledger if ledger is None else ledger.absolute()
+    progress = _progress(spec, task, saved, None if ledger is None else Path(ledger))
     progress.sensitive_shown |= show_sensitive
     progress.diagnosed |= diagnostics
-    ledger_path = progress.ledger or folder.own_ledger.absolute()
-    new_ledger, book = not ledger_path.exists(), None
-    try:
-        with progress.same_threads(), Ledger(ledger_path, dataset=spec.dataset, run=progress.run) as book:
-            losses = LossMeter() if show_sensitive else None
-            private = _prepare(spec, task, losses, book)
-            if spec.max_physical_batch_size == "auto":
-                spec = replace(spec, max_physical_batch_size=private.max_physical_batch_size)
-                folder.write_spec(spec)
-            check_model(private.model, task, spec, show_check)
-            if saved is not None:
-                _restore(private, saved["run"])
-                folder.go_on(spec)
-            return Execution(
-                spec=spec,
-                task=task,
-                private=private,
-                folder=folder,
-                progress=progress,
-                losses=losses,
-                probe=Probe(private, task, spec) if diagnostics else None,
-                observer=observer or Unobserved(),
-                checkpoint_every=checkpoint_every,
-            ).carry_out()
-    except BaseException:
-        if saved is None and (book is None or book.tally.events_of(progress.run) == 0):
-            folder.remove()
-            if new_ledger and progress.ledger is None:  # a shared one may be another run's by now
-                ledger_path.unlink(missing_ok=True)
-        raise
+    if saved is None:
+        folder.make(spec)
+    with _opened_ledger(folder, progress, spec.dataset, new=saved is None) as opened:
+        execution = _execution(spec, task, folder, progress, saved, opened, show_sensitive, diagnostics, show_check)
+        return execution.run(observer or SilentObserver(), checkpoint_every)
 
 
 def compare(
@@ -123,14 +95,23 @@ def compare(
     out: Path,
     *,
     data_dir: Path | None = None,
-    observer: Observer | None = None,
+    observer: RunObserver | None = None,
     show_sensitive: bool = False,
     checkpoint_every: int | None = None,
 ) -> tuple[RunResult, ...]:
-    """Run one spec after another, each into a folder of `out` named after its method, and write comparison.json."""
+    """Run one spec after another and write comparison.json. Each run gets a folder in `out`, named after its method.
+
+    Args:
+        specs: The runs, one per method.
+        out: Folder for the results. It must not exist.
+        data_dir: As in `run`, and so are the other arguments.
+
+    Returns:
+        The results of the runs so far: after an interruption, there are fewer than specs.
+    """
     RunFolder(out).refuse_existing()
     for spec in specs:
-        spec.build_method()  # so that the last method's mistake is not found after the first one's training
+        spec.build_method()  # find an error in the last method before the first one trains
     results: list[RunResult] = []
     try:
         for spec in specs:
@@ -154,18 +135,101 @@ def compare(
     return tuple(results)
 
 
+def _found(
+    folder: RunFolder, given: RunSpec, *, resume: bool, diagnostics: bool
+) -> tuple[RunSpec, Mapping[str, Any] | None, RunResult | None]:
+    """The spec to run, the checkpoint to resume from, and the result if the run is already complete."""
+    if diagnostics and resume:
+        raise ValueError("`diagnostics` needs a run from its first step: leave `resume` out and start a new run")
+    if not (resume and folder.begun()):
+        folder.refuse_existing()
+        return given, None, None
+    stored, finished = folder.spec(), folder.finished()
+    spec = resumed_spec(stored, given)
+    if finished is not None and spec != stored:
+        raise ValueError(
+            f"the run in {str(folder.path)!r} is complete, so its number of steps cannot change: start a new run"
+        )
+    return spec, None if finished is not None else folder.load(), finished
+
+
+def _progress(spec: RunSpec, task: Task, saved: Mapping[str, Any] | None, ledger: Path | None) -> RunProgress:
+    """The progress of a new run, or of the saved one if its records are unchanged."""
+    if saved is None:
+        return RunProgress.start(task, ledger)
+    progress = RunProgress.from_state(saved["progress"])
+    progress.check(task, seeded=spec.seed is not None)
+    progress.ledger = progress.ledger if ledger is None else ledger.absolute()
+    return progress
+
+
+@contextmanager
+def _opened_ledger(folder: RunFolder, progress: RunProgress, dataset: str, *, new: bool) -> Iterator[Ledger]:
+    """Open the ledger of a run. If a new run fails before its first event, remove its folder and its own ledger."""
+    path = progress.ledger or folder.own_ledger.absolute()
+    new_ledger, ledger = not path.exists(), None
+    try:
+        with progress.same_threads(), Ledger(path, dataset=dataset, run=progress.run) as ledger:
+            yield ledger
+    except BaseException:
+        if new and (ledger is None or ledger.tally.events_of(progress.run) == 0):
+            folder.remove()
+            if new_ledger and progress.ledger is None:  # another run may use a shared one by now
+                path.unlink(missing_ok=True)
+        raise
+
+
+def _execution(
+    spec: RunSpec,
+    task: Task,
+    folder: RunFolder,
+    progress: RunProgress,
+    saved: Mapping[str, Any] | None,
+    ledger: Ledger,
+    show_sensitive: bool,
+    diagnostics: bool,
+    show_check: Callable[[Checked], None] | None,
+) -> Execution:
+    """A run that is ready for its next step: the model is checked and a saved state is restored."""
+    losses = LossMeter() if show_sensitive else None
+    private = _private_run(spec, task, losses, ledger)
+    if spec.max_physical_batch_size == "auto":
+        spec = replace(spec, max_physical_batch_size=private.max_physical_batch_size)
+        folder.write_spec(spec)
+    _check_model(private.model, task, spec, show_check)
+    if saved is not None:
+        _restore(private, saved["run"])
+        folder.withdraw_results(spec)
+    probe = Probe(private, task, spec) if diagnostics else None
+    return Execution(
+        spec=spec, task=task, private=private, folder=folder, progress=progress, losses=losses, probe=probe
+    )
+
+
+def _check_model(model: nn.Module, task: Task, spec: RunSpec, show: Callable[[Checked], None] | None) -> None:
+    """Run `pmlf.check` on synthetic inputs of the records' shapes. Run it on records too if `show` takes the result."""
+    collate = task.collate_fn or torch.utils.data.default_collate
+    first = collate([task.train[index] for index in range(min(_CHECKED_SAMPLES, task.records))])
+    records = to_device(first, next(model.parameters()).device)
+    inputs = synthetic(records, SeededRandomness(0).stream("synthetic").seed())
+    method = spec.build_method()
+    check(model, task.losses, inputs, method=method, clip_norm=spec.clip_norm)
+    if show is not None:
+        show(check(model, task.losses, records, method=method, clip_norm=spec.clip_norm))
+
+
 def _restore(private: PrivateRun, state: dict[str, Any]) -> None:
     planned = state["mechanism"]["steps"]
     private.load_state_dict(state)
-    if private.steps != planned and not private.spending.affords(private.steps_done):
+    if private.steps != planned and not private.budget.affords(private.steps_done):
         raise ValueError(
-            f"a plan of {private.steps} steps where {planned} were planned is made after seeing results, and by the "
-            f"RDP filter that this takes epsilon={private.spending.target_epsilon} has no room for another step: "
-            "resume with the plan as it was"
+            f"the run was planned for {planned} steps. To change that to {private.steps} during the run takes an RDP "
+            f"filter, by which epsilon={private.budget.plan.target_epsilon} has no room for another step: resume "
+            "without `epochs` and `steps`"
         )
 
 
-def _prepare(spec: RunSpec, task: Task, losses: LossMeter | None, ledger: Ledger) -> PrivateRun:
+def _private_run(spec: RunSpec, task: Task, losses: LossMeter | None, ledger: Ledger) -> PrivateRun:
     device = _device(spec.device)
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
@@ -191,7 +255,7 @@ def _prepare(spec: RunSpec, task: Task, losses: LossMeter | None, ledger: Ledger
         epochs=spec.epochs,
         steps=spec.steps,
         clip_norm=spec.clip_norm,
-        clipping=spec.clipping,  # type: ignore[arg-type]  # refused there if it is not known
+        clipping=spec.clipping,  # type: ignore[arg-type]  # make_private checks it
         max_physical_batch_size=spec.max_physical_batch_size,
         seed=spec.seed,
         ema=spec.ema,
@@ -213,5 +277,5 @@ def _optimizer(spec: RunSpec, model: nn.Module) -> Optimizer:
 def _device(name: str) -> torch.device:
     try:
         return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without the device
-        raise ValueError(f"device={name!r} cannot be used here: give cpu, or a device that torch finds") from error
+    except (RuntimeError, AssertionError) as error:  # AssertionError if torch was built without the device
+        raise ValueError(f"device={name!r} is not available: give cpu, or a device that torch can use here") from error

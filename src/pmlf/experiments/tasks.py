@@ -1,4 +1,4 @@
-"""A task: what a dataset and a model, named in a spec, give a run. Images and text look alike from here on."""
+"""A task: the dataset and the model that a spec names, with one interface for images and texts."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ from pmlf import data, models
 from pmlf.basics.arguments import require_count
 from pmlf.data.texts import Padding
 from pmlf.engine.augmentation import Augmentation, shifted_crops
-from pmlf.experiments.spec import RunSpec, TextOptions, flag
+from pmlf.experiments.spec import RunSpec, TextOptions
 from pmlf.mechanism.noise import Stream
 from pmlf.models.text import load_classifier
 from pmlf.run.evaluation import Score, confusion_matrix, score
 
-SHIFTED_PART = 8  # images are shifted by up to an eighth of their side
+SHIFTED_PART = 8  # augmentation shifts images by up to 1/8 of their side
 HOLDOUT = "holdout"
-_PUBLIC_KEY = bytes(32)  # of the permutation that splits a training set: the same for everybody, and no secret
+_PUBLIC_KEY = bytes(32)  # of the permutation that splits a training set: public and always the same
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, the records it is trained on, those it is judged on, and how a batch of either is read."""
+    """A model, its training records, its evaluation records, and how to read a batch of them."""
 
     model: nn.Module
     train: Dataset[Any]
-    judged_on: Mapping[str, Dataset[Any]]  # by the split's name, the one that counts first
+    judged_on: Mapping[str, Dataset[Any]]  # by split, the main split first
     logits: Callable[[nn.Module, Any], Tensor]  # (model, batch) -> (N, classes)
     labels: Callable[[Any], Tensor]  # batch -> (N,)
     collate_fn: Callable[[list[Any]], Any] | None = None
     augmentation: Augmentation | None = None
-    lengths: NDArray[np.int64] | None = None  # of the training records, where they differ
+    lengths: NDArray[np.int64] | None = None  # of the training records, if they differ
     metrics: tuple[str, ...] = ("accuracy",)
 
     @property
     def records(self) -> int:
-        """The number of training records that can be drawn, n."""
+        """The number n of training records."""
         return _length(self.train)
 
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
-        """Cross-entropy, one number a sample."""
+        """The cross-entropy of each sample."""
         return F.cross_entropy(self.logits(model, batch), self.labels(batch), reduction="none")
 
     def unprotected(self, count: int) -> Any:
-        """A batch of the first records that the task is judged on: epsilon covers training records alone."""
+        """A batch of the first evaluation records, which epsilon does not protect."""
         records = next(iter(self.judged_on.values()))
-        require_count("examples", count, "they are records that the task is judged on", least=2, most=_length(records))
+        require_count("examples", count, "it is a number of evaluation records", least=2, most=_length(records))
         return (self.collate_fn or default_collate)([records[index] for index in range(count)])
 
     def scores(self, model: nn.Module) -> dict[str, Score]:
-        """How well a model does on each split it is judged on."""
+        """Evaluate a model on each evaluation split."""
         return {
             split: score(
                 confusion_matrix(model, records, logits=self.logits, labels=self.labels, collate_fn=self.collate_fn),
@@ -69,12 +69,20 @@ class Task:
 
 
 def prepare(spec: RunSpec, data_dir: Path | None = None) -> Task:
-    """The task of a spec: its dataset read, split if `holdout` says so, and its model built from the seed."""
-    return _of_texts(spec, data_dir) if spec.is_text else _of_images(spec, data_dir)
+    """Load the dataset of a spec, split it if it has a `holdout`, and build its model from the seed.
+
+    Args:
+        spec: The run.
+        data_dir: Folder of datasets. None: the folder in PMLF_DATA, else the Hugging Face hub.
+
+    Raises:
+        ValueError: If the dataset or the model is unknown or cannot be read, or an option does not fit it.
+    """
+    return _text_task(spec, data_dir) if spec.is_text else _image_task(spec, data_dir)
 
 
-def _of_images(spec: RunSpec, data_dir: Path | None) -> Task:
-    _refuse_given("texts", vars(spec.text))
+def _image_task(spec: RunSpec, data_dir: Path | None) -> Task:
+    _refuse_given("text datasets", vars(spec.text))
     loaded = _load_images(spec.dataset, data_dir)
     train, judged_on = _split(spec, loaded.train, {"test": loaded.test})
     return Task(
@@ -101,13 +109,13 @@ def _augmentation(spec: RunSpec, loaded: data.ImageData) -> Augmentation | None:
     return shifted_crops(padding, flip=loaded.mirrors, per_point=spec.augment_per_point)
 
 
-def _of_texts(spec: RunSpec, data_dir: Path | None) -> Task:
-    _refuse_given("images", {"augment": spec.augment, "augment_per_point": spec.augment_per_point})
+def _text_task(spec: RunSpec, data_dir: Path | None) -> Task:
+    _refuse_given("image datasets", {"augment": spec.augment, "augment_per_point": spec.augment_per_point})
     loaded = data.load_text(spec.dataset, data_dir, _columns(spec.text))
     text_model = load_classifier(spec.model_name, classes=loaded.classes, seed=spec.seed, lora_rank=spec.text.lora_rank)
     longest = text_model.longest
     if spec.text.max_length is not None:
-        require_count("max_length", spec.text.max_length, "texts are cut there")
+        require_count("max_length", spec.text.max_length, "it is the number of tokens to keep")
         longest = min(longest, spec.text.max_length)
 
     def tokenised(split: str) -> data.TokenDataset:
@@ -116,7 +124,7 @@ def _of_texts(spec: RunSpec, data_dir: Path | None) -> Task:
 
     train, judged_on = _split(spec, tokenised("train"), {split: tokenised(split) for split in loaded.judged_on})
     if not judged_on:
-        raise ValueError(f"{spec.dataset!r} has no test split: add one, or judge on a part with --holdout 0.1")
+        raise ValueError(f"{spec.dataset!r} has no test split: add one, or evaluate on a part of it with holdout=0.1")
     return Task(
         model=text_model.model,
         train=train,
@@ -136,13 +144,13 @@ def _text_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _columns(text: TextOptions) -> data.Columns | None:
-    """The columns of a table of one's own; None where none are named."""
+    """The columns of your own table; None if no text column is given."""
     if text.text_column is None:
         own = {"text_pair_column": text.text_pair_column, "label_column": text.label_column, "labels": text.labels}
-        _refuse_given("tables of one's own, with --text-column", own)
+        _refuse_given("your own tables, with `text_column`", own)
         return None
     if text.labels is None:
-        raise ValueError("--text-column needs --labels: all the labels there can be, in the order of the classes")
+        raise ValueError("text_column needs `labels`: give all possible labels, in class order")
     return data.Columns(
         text=text.text_column, pair=text.text_pair_column, label=text.label_column or "label", labels=text.labels
     )
@@ -151,27 +159,27 @@ def _columns(text: TextOptions) -> data.Columns | None:
 def _refuse_given(kind: str, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if value:
-            raise ValueError(f"{flag(name)} is for {kind}: leave it out")
+            raise ValueError(f"`{name}` is only for {kind}: leave it out")
 
 
 @lru_cache(maxsize=1)
 def _load_images(dataset: str, data_dir: Path | None) -> data.ImageData:
-    """Kept for the next method of a comparison."""
+    """Load a dataset, cached for the next method of a comparison."""
     return data.load(dataset, data_dir)
 
 
 def _first(records: int | None, split: Dataset[Any]) -> Dataset[Any]:
-    """The first so many records of a split, all where there are fewer."""
+    """The first `records` records of a split, or all if there are fewer."""
     if records is None:
         return split
-    require_count("records", records, "it limits how many are used")
+    require_count("records", records, "it is the number of records to use")
     return Subset(split, range(min(records, _length(split))))
 
 
 def _split(
     spec: RunSpec, train: Dataset[Any], judged_on: Mapping[str, Dataset[Any]]
 ) -> tuple[Dataset[Any], Mapping[str, Dataset[Any]]]:
-    """As published, or with a part of the training split held out and judged on in place of the test split."""
+    """Training and evaluation records: the published splits, or both from the training split if there is a holdout."""
     train = _first(spec.records, train)
     if spec.holdout is None:
         return train, {split: _first(spec.records, records) for split, records in judged_on.items()}
@@ -180,7 +188,7 @@ def _split(
 
 
 def _lengths(records: Dataset[Any]) -> NDArray[np.int64]:
-    """The number of tokens of every record, also where they are a part of a dataset."""
+    """The number of tokens of each record, also of a subset."""
     if isinstance(records, Subset):
         return _lengths(records.dataset)[np.asarray(records.indices)]
     assert isinstance(records, data.TokenDataset)
@@ -188,7 +196,7 @@ def _lengths(records: Dataset[Any]) -> NDArray[np.int64]:
 
 
 def _by_length(records: Dataset[Any]) -> Dataset[Any]:
-    """The same records, ordered so that batches need little padding."""
+    """The same records sorted by length, so that batches need little padding."""
     return Subset(records, np.argsort(_lengths(records), kind="stable").tolist())
 
 
@@ -197,7 +205,7 @@ def _length(records: Dataset[Any]) -> int:
 
 
 def holdout_indices(records: int, fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices kept for training and indices held out, by a permutation that depends on the count alone.
+    """Indices to train on and indices held out, by a permutation that depends only on the number of records.
 
     >>> kept, held = holdout_indices(10, 0.3)
     >>> len(held), sorted([*kept, *held]) == list(range(10))
@@ -206,8 +214,8 @@ def holdout_indices(records: int, fraction: float) -> tuple[NDArray[np.int64], N
     count = round(fraction * records) if 0.0 < fraction < 1.0 else 0
     if not 0 < count < records:
         raise ValueError(
-            f"holdout={fraction} of {records} records leaves none on one side: give a fraction between 0 and 1, 0.1 "
-            "for example"
+            f"holdout={fraction} of {records} records leaves one part empty: give a fraction between 0 and 1, such as "
+            "0.1"
         )
     permutation = np.argsort(Stream(_PUBLIC_KEY).words(records), kind="stable")
     return np.sort(permutation[count:]), np.sort(permutation[:count])

@@ -1,7 +1,7 @@
-"""What training spends: T Poisson-subsampled Gaussian steps as (epsilon, delta).
+"""Privacy accounting: (epsilon, delta) of T Poisson-subsampled Gaussian releases, and the noise for a target.
 
-"pld" is the privacy loss distribution of `privacy_loss`, "rdp" the Renyi accountant of dp-accounting. The adjacency is
-add or remove one record. Every number is an upper bound on what is spent.
+There are two accountants. "pld" composes privacy loss distributions (`pmlf.mechanism.privacy_loss`), "rdp" is the Renyi
+accountant of dp-accounting. The adjacency is add or remove one record. Every epsilon and delta is an upper bound.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pmlf.basics.arguments import MOST, is_number
 from pmlf.mechanism import privacy_loss
 
 ACCOUNTANTS = ("pld", "rdp")
-FILTER_ORDERS = (2.0, 2.5, 3.0, 4.0, 5.5, 8.0, 14.0, 32.0)  # fixed beforehand, as a filter's must be
+FILTER_ORDERS = (2.0, 2.5, 3.0, 4.0, 5.5, 8.0, 14.0, 32.0)  # a filter's orders are fixed before the first release
 
-_SMALLEST_PLD_DELTA = 1e-10  # down to here "pld" is held against an independent computation
-_SMALLEST_PLD_NOISE = 0.01  # with less, epsilon is in the thousands, and the Renyi bound will do
+_SMALLEST_PLD_DELTA = 1e-10  # "pld" is verified against an independent computation down to here
+_SMALLEST_PLD_NOISE = 0.01  # below, epsilon is in the thousands and the Renyi bound is good enough
 _LEAST_NOISE, _MOST_NOISE = 1e-8, 1e9
 _LEAST_EPSILON, _MOST_EPSILON = 1e-6, 1e6
-LEAST_RATE = 1e-9  # one record of a thousand million
-_ALL = 1.0 - 1e-9  # rates above are taken for 1, which costs more
-_LARGEST_LOG_RATIO = 30.0  # how far from its guess, as a factor e^30, a noise multiplier is searched
+LEAST_RATE = 1e-9  # one record of a billion
+_ALL = 1.0 - 1e-9  # higher rates count as 1, which costs more
+_LARGEST_LOG_RATIO = 30.0  # the search for a noise multiplier ends at a factor e^30 from its first guess
 _CALIBRATION_TOLERANCE = 1e-5  # relative, of the noise multiplier
 
 
@@ -44,8 +44,21 @@ class Event:
 def epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "pld") -> float:
     """epsilon at delta of T releases of a clipped sum over a Poisson(q) batch + z C N(0, I) (Theorem 2).
 
-    An upper bound: "pld" is too large by about 0.1 % at most (a few per cent at sample rates of 1e-5), "rdp" is
-    looser and faster. No step costs nothing.
+    The result is an upper bound. "pld" is at most about 0.1 % too large (a few per cent at sampling rates of 1e-5);
+    "rdp" is looser.
+
+    Args:
+        noise_multiplier: z, the standard deviation of the noise divided by the clip norm.
+        sample_rate: q, the probability that a record joins a batch: expected batch size / number of records.
+        steps: T, the number of releases; 0 spends nothing.
+        delta: the probability at which epsilon is stated; at least 1e-10 for "pld".
+        accountant: "pld" or "rdp".
+
+    Returns:
+        epsilon.
+
+    Raises:
+        ValueError: an argument is out of range.
 
     >>> round(epsilon(noise_multiplier=1.0, sample_rate=1 / 60, steps=1500, delta=1e-5), 2)
     3.93
@@ -56,14 +69,24 @@ def epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: f
 
 
 def filter_epsilon(events: Mapping[Event, int], *, delta: float) -> float:
-    """epsilon at delta of events of several kinds, also if each was chosen after seeing what those before released.
+    """epsilon at delta of events of several kinds, even if each event was chosen after seeing the earlier releases.
 
-    An RDP filter (Feldman & Zrnic 2021): Renyi divergences add up at a fixed order also if the events are chosen on the
-    way, as long as whoever chooses stops before a bound that was fixed beforehand. It is looser than `epsilon()`.
+    An RDP filter (Feldman & Zrnic 2021): at a fixed order, Renyi divergences add up even for events that are chosen
+    adaptively, as long as the choice stops before a bound that was fixed in advance. It is looser than `epsilon()`.
 
-    Which order is best may itself depend on what was released. So each of eight orders gets an eighth of delta: on the
-    outcomes where an order stays within its bound the run is one that its filter alone would allow, and the eighths add
-    up over the orders.
+    The best order may itself depend on the releases. So each of the eight orders gets an eighth of delta: on the
+    outcomes where an order stays within its bound, that order's filter alone allows the run, and the eighths add up
+    over the orders.
+
+    Args:
+        events: how often each kind of event happened.
+        delta: the probability at which epsilon is stated.
+
+    Returns:
+        epsilon; 0 without events.
+
+    Raises:
+        ValueError: an event or delta is out of range.
 
     >>> one = {Event(noise_multiplier=1.0, sample_rate=1 / 60): 1500}
     >>> round(filter_epsilon(one, delta=1e-5), 2)
@@ -76,7 +99,24 @@ def filter_epsilon(events: Mapping[Event, int], *, delta: float) -> float:
 
 
 def finest_epsilon(event: Event, *, steps: int, delta: float) -> float:
-    """The lowest upper bound on `epsilon()` there is: by PLD with cells a quarter as wide, which takes longer."""
+    """The tightest upper bound on epsilon that is available: "pld" with cells a quarter as wide. It takes longer.
+
+    Args:
+        event: the kind of event.
+        steps: how often it happened.
+        delta: the probability at which epsilon is stated.
+
+    Returns:
+        epsilon, never above `epsilon()`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    >>> event = Event(noise_multiplier=1.0, sample_rate=1 / 60)
+    >>> finest_epsilon(event, steps=10, delta=1e-5) <= epsilon(
+    ...     noise_multiplier=1.0, sample_rate=1 / 60, steps=10, delta=1e-5)
+    True
+    """
     check_mechanism(event.noise_multiplier, event.sample_rate, steps, "pld")
     _check_delta("delta", delta, "pld")
     usual = _epsilon(float(event.noise_multiplier), float(event.sample_rate), int(steps), float(delta), "pld")
@@ -92,9 +132,29 @@ def finest_epsilon(event: Event, *, steps: int, delta: float) -> float:
 def affordable_steps(
     event: Event, *, at_most: int, target_epsilon: float, delta: float, accountant: str, spent: Mapping[Event, int]
 ) -> int:
-    """How many events fit into target_epsilon beside those `spent` (by "rdp" alone), counted up to `at_most`."""
+    """The number of events that target_epsilon allows in addition to those already spent.
+
+    Args:
+        event: the kind of event.
+        at_most: the largest number to consider.
+        target_epsilon: the budget of all events together.
+        delta: the probability at which epsilon is stated.
+        accountant: "pld", or "rdp" for `filter_epsilon`.
+        spent: earlier events, of any kind; only with "rdp".
+
+    Returns:
+        A number from 0 to `at_most`.
+
+    Raises:
+        ValueError: `spent` is not empty with "pld", or an argument is out of range.
+
+    >>> event = Event(noise_multiplier=1.0, sample_rate=0.01)
+    >>> steps = affordable_steps(event, at_most=5000, target_epsilon=2.0, delta=1e-5, accountant="pld", spent={})
+    >>> round(steps, -1)
+    1200
+    """
     if accountant == "pld" and spent:
-        raise ValueError("events of several kinds are composed by accountant='rdp': 'pld' takes one kind")
+        raise ValueError("accountant='pld' cannot add to earlier events: use accountant='rdp'")
 
     def fits(count: int) -> bool:
         if accountant == "pld":
@@ -111,14 +171,27 @@ def affordable_steps(
 
 
 def delta(*, noise_multiplier: float, sample_rate: float, steps: int, epsilon: float, accountant: str = "pld") -> float:
-    """delta at a given epsilon for the releases of `epsilon()`, an upper bound too; "pld" says 1e-10 or more.
+    """delta at a given epsilon for the releases of `epsilon()`, also an upper bound.
+
+    Args:
+        noise_multiplier: z, the standard deviation of the noise divided by the clip norm.
+        sample_rate: q, the probability that a record joins a batch.
+        steps: T, the number of releases.
+        epsilon: a finite number of at least 0.
+        accountant: "pld" or "rdp".
+
+    Returns:
+        delta; with "pld" at least 1e-10, unless there are no steps.
+
+    Raises:
+        ValueError: an argument is out of range.
 
     >>> delta(noise_multiplier=1.0, sample_rate=1 / 60, steps=1500, epsilon=3.93) <= 1e-5
     True
     """
     check_mechanism(noise_multiplier, sample_rate, steps, accountant)
     if not (is_number(epsilon) and 0 <= epsilon < math.inf):
-        raise ValueError(f"epsilon={epsilon} is no privacy loss: give a finite number of at least 0.")
+        raise ValueError(f"epsilon={epsilon} is not a privacy loss: give a finite number of at least 0.")
     if steps == 0:
         return 0.0
     z, rate, count = _fewest_steps(float(noise_multiplier), float(sample_rate), int(steps))
@@ -139,9 +212,24 @@ def noise_multiplier(
     accountant: str = "pld",
     spent: Mapping[Event, int] | None = None,
 ) -> float:
-    """Smallest noise multiplier z found whose `epsilon()` is at most target_epsilon, never more.
+    """The smallest noise multiplier z whose `epsilon()` is at most target_epsilon.
 
-    With events `spent` before, the steps and they together (`filter_epsilon`) are at most target_epsilon.
+    The search is accurate to a relative 1e-5 and always ends on the safe side: epsilon never exceeds the target.
+
+    Args:
+        target_epsilon: the budget, from 1e-6 to 1e6.
+        target_delta: the probability at which epsilon is stated.
+        sample_rate: q, the probability that a record joins a batch.
+        steps: T, the number of releases.
+        accountant: "pld" or "rdp".
+        spent: earlier events on the same records. The new steps and they together stay within target_epsilon by
+            `filter_epsilon`, whichever the accountant.
+
+    Returns:
+        z, the standard deviation of the noise divided by the clip norm.
+
+    Raises:
+        ValueError: an argument is out of range, the budget is already spent, or no noise multiplier meets the target.
 
     >>> z = noise_multiplier(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.02, steps=1000)
     >>> 0.999 < epsilon(noise_multiplier=z, sample_rate=0.02, steps=1000, delta=1e-5) <= 1.0
@@ -150,19 +238,19 @@ def noise_multiplier(
     check_mechanism(1.0, sample_rate, steps, accountant)
     _check_delta("target_delta", target_delta, accountant)
     if not (is_number(target_epsilon) and 0 < target_epsilon < math.inf):
-        raise ValueError(f"target_epsilon={target_epsilon} is no privacy budget: give a finite number above 0.")
+        raise ValueError(f"target_epsilon={target_epsilon} is not a privacy budget: give a finite number above 0.")
     if not _LEAST_EPSILON <= target_epsilon <= _MOST_EPSILON:
         raise ValueError(
-            f"target_epsilon={target_epsilon} is outside [{_LEAST_EPSILON:g}, {_MOST_EPSILON:g}]: less leaves nothing "
-            "but noise, more is no privacy."
+            f"target_epsilon={target_epsilon} is outside [{_LEAST_EPSILON:g}, {_MOST_EPSILON:g}]: a smaller budget "
+            "leaves only noise, a larger one protects nothing."
         )
     if steps == 0:
-        raise ValueError("steps=0 releases nothing, so that any noise will do: give at least 1 step.")
+        raise ValueError("steps=0 releases nothing, so no noise is needed: give at least 1 step.")
     drawn = 1.0 if sample_rate == 1 else -math.expm1(steps * math.log1p(-sample_rate))
     if drawn <= target_delta:
         raise ValueError(
-            f"target_delta={target_delta} is no less than the probability {drawn:.3g} that a record is ever "
-            "drawn, so that no noise would be needed: give a far smaller one."
+            f"target_delta={target_delta} is not below the probability {drawn:.3g} that a record is ever drawn, so no "
+            "noise would be needed: give a much smaller one."
         )
     target, delta = float(target_epsilon), float(target_delta)
     if not spent:
@@ -170,13 +258,13 @@ def noise_multiplier(
     before = filter_epsilon(spent, delta=target_delta)
     if before >= target_epsilon:
         raise ValueError(
-            f"target_epsilon={target_epsilon} is spent already: earlier events make epsilon {before:.4g} by an RDP "
-            "filter, so nothing is left for another step."
+            f"target_epsilon={target_epsilon} is spent already: the earlier events have epsilon {before:.4g} by an RDP "
+            "filter, so no step is left."
         )
     return _calibrated(target, delta, float(sample_rate), int(steps), "rdp", _plain(spent))
 
 
-_PlainEvents = tuple[tuple[float, float, int], ...]  # (z, q, count): what a cache can hold
+_PlainEvents = tuple[tuple[float, float, int], ...]  # (z, q, count), which a cache can hash
 
 
 def _plain(events: Mapping[Event, int]) -> _PlainEvents:
@@ -209,7 +297,7 @@ def _epsilon(z: float, rate: float, steps: int, delta: float, accountant: str) -
 
 
 def _fewest_steps(z: float, rate: float, steps: int) -> tuple[float, float, int]:
-    """T Gaussians of full batches are one Gaussian with sqrt(T) times less noise, exactly."""
+    """T Gaussian releases of full batches equal one with sqrt(T) times less noise, exactly."""
     return (z / math.sqrt(steps), 1.0, 1) if rate >= _ALL else (z, rate, steps)
 
 
@@ -221,20 +309,20 @@ def _calibrated(target: float, delta: float, rate: float, steps: int, accountant
         return _epsilon(math.exp(log_z), rate, steps, delta, accountant)
 
     def excess(log_z: float) -> float:
-        """log(epsilon / target), kept finite for the root finder where epsilon is 0 or infinite."""
+        """log(epsilon / target), kept finite for the root finder if epsilon is 0 or infinite."""
         return math.log(min(max(total(log_z) / target, 1e-6), 1e6))
 
     guess = math.log(max(0.5, rate * math.sqrt(2 * steps * math.log(1 / delta)) / target))
     low, high = _bracket(excess, guess, f"target_epsilon={target} at target_delta={delta}")
     log_z = float(optimize.brentq(excess, low, high, xtol=_CALIBRATION_TOLERANCE))
-    while total(log_z) > target:  # a root may lie on the wrong side
+    while total(log_z) > target:  # brentq may return the wrong side of the root
         log_z += _CALIBRATION_TOLERANCE
     return math.exp(log_z)
 
 
 def _bracket(excess: Callable[[float], float], guess: float, target: str) -> tuple[float, float]:
     """log z below and above the root of a decreasing function."""
-    direction = math.copysign(1.0, excess(guess))  # too much spent: look at more noise
+    direction = math.copysign(1.0, excess(guess))  # above the target: search towards more noise
     near, width = guess, 0.25
     while abs(near - guess) < _LARGEST_LOG_RATIO:
         far = near + direction * width
@@ -242,7 +330,7 @@ def _bracket(excess: Callable[[float], float], guess: float, target: str) -> tup
             return min(near, far), max(near, far)
         near, width = far, 2 * width
     raise ValueError(
-        f"{target} is not met by any noise multiplier between {math.exp(min(guess, near)):.3g} and "
+        f"{target} cannot be met by any noise multiplier between {math.exp(min(guess, near)):.3g} and "
         f"{math.exp(max(guess, near)):.3g}: give another target."
     )
 
@@ -255,7 +343,7 @@ def _renyi(z: float, rate: float, steps: int) -> rdp.RdpAccountant:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Drop dp-accounting's log lines on Renyi orders it leaves out: fewer orders still give a bound."""
+    """Suppress dp-accounting's log messages about skipped Renyi orders: fewer orders still give a bound."""
 
     def dropped(record: logging.LogRecord) -> bool:
         return False
@@ -269,22 +357,30 @@ def _quiet() -> Iterator[None]:
 
 
 def check_mechanism(noise_multiplier: float, sample_rate: float, steps: int, accountant: str = "pld") -> None:
-    """Raise ValueError unless these are numbers that `epsilon` can account for."""
+    """Check the arguments of `epsilon`.
+
+    Raises:
+        ValueError: one of them is out of range.
+
+    >>> check_mechanism(0.0, 0.01, 100)
+    Traceback (most recent call last):
+    ValueError: noise_multiplier=0.0 protects nothing: give a finite number above 0.
+    """
     if not isinstance(accountant, str) or accountant not in ACCOUNTANTS:
         raise ValueError(f"accountant={accountant!r} is unknown: choose one of {', '.join(ACCOUNTANTS)}.")
     if not (is_number(noise_multiplier) and 0 < noise_multiplier < math.inf):
         raise ValueError(f"noise_multiplier={noise_multiplier} protects nothing: give a finite number above 0.")
     if not _LEAST_NOISE <= noise_multiplier <= _MOST_NOISE:
         raise ValueError(
-            f"noise_multiplier={noise_multiplier} is outside [{_LEAST_NOISE:g}, {_MOST_NOISE:g}], where it can be "
-            "accounted for: less protects nothing, more leaves nothing but noise."
+            f"noise_multiplier={noise_multiplier} is outside [{_LEAST_NOISE:g}, {_MOST_NOISE:g}]: less protects "
+            "nothing, more leaves only noise."
         )
     if not (is_number(sample_rate) and 0 < sample_rate <= 1):
         raise ValueError(f"sample_rate={sample_rate} is outside (0, 1]: give the expected batch size / dataset size.")
     if sample_rate < LEAST_RATE:
-        raise ValueError(f"sample_rate={sample_rate} is below {LEAST_RATE:g}, too small to account for: give more.")
+        raise ValueError(f"sample_rate={sample_rate} is below {LEAST_RATE:g}, the smallest supported rate.")
     if not (is_number(steps) and 0 <= steps <= MOST and steps == int(steps)):
-        raise ValueError(f"steps={steps} is no number of steps: give an integer from 0 to {MOST}.")
+        raise ValueError(f"steps={steps} is not a number of steps: give an integer from 0 to {MOST}.")
 
 
 def _check_delta(name: str, value: float, accountant: str) -> None:
@@ -292,6 +388,6 @@ def _check_delta(name: str, value: float, accountant: str) -> None:
         raise ValueError(f"{name}={value} is outside (0, 1): give a probability such as 1e-5.")
     if accountant == "pld" and value < _SMALLEST_PLD_DELTA:
         raise ValueError(
-            f"{name}={value} is below {_SMALLEST_PLD_DELTA}, down to which the accountant 'pld' is "
-            "verified: give a larger one or accountant='rdp'."
+            f"{name}={value} is below {_SMALLEST_PLD_DELTA}, the smallest that accountant='pld' is verified for: give "
+            "a larger one, or accountant='rdp'."
         )

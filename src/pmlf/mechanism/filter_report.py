@@ -1,4 +1,4 @@
-"""A filter in numbers and in a picture: what it does to noise, to delay and to frequencies."""
+"""What a filter does to noise, delay and frequencies, as numbers and as a picture."""
 
 from __future__ import annotations
 
@@ -12,28 +12,48 @@ import numpy as np
 
 from pmlf.mechanism.filters import LowPass
 
-_LOWEST_DB = -80.0  # what lies below is of no interest, and a zero of the response is -infinity
+_LOWEST_DB = -80.0  # the lowest value drawn; a zero of the response is at -infinity
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class FilterReport:
-    """What `analyse` finds; `dataclasses.asdict` of it is ready for JSON."""
+    """The properties of a filter, from `analyse`; `dataclasses.asdict` makes it JSON-ready.
+
+    Attributes:
+        a: Feedback coefficients.
+        b: Feedforward coefficients.
+        corrected: Whether the filter has a bias correction.
+        poles: Each pole as [real, imaginary].
+        largest_pole: The largest absolute value of a pole; below 1.
+        dc_gain: The gain of a constant input.
+        noise_gain: The gain of the variance of white noise.
+        mean_delay: The mean age of the output in steps; None if the DC gain is 0.
+        convex: Whether all weights are at least 0.
+        weights: The first weights of the impulse response.
+    """
 
     a: list[float]
     b: list[float]
     corrected: bool
-    poles: list[list[float]]  # [real, imaginary]
+    poles: list[list[float]]
     largest_pole: float
     dc_gain: float
     noise_gain: float
-    mean_delay: float | None  # none where the DC gain is 0
+    mean_delay: float | None
     convex: bool
     weights: list[float]
 
 
 def analyse(low_pass: LowPass, weights: int = 8) -> FilterReport:
-    """Poles, H(1), sum(kappa^2), mean delay and the first `weights` values of kappa (Lemma 1).
+    """Poles, H(1), sum_r kappa_r^2, mean delay and the first weights kappa_r of a filter (Lemma 1).
+
+    Args:
+        low_pass: The filter.
+        weights: How many weights to return.
+
+    Returns:
+        The report.
 
     >>> analyse(LowPass(a=(-0.5,), b=(0.5,)), weights=3).weights
     [0.5, 0.25, 0.125]
@@ -54,8 +74,13 @@ def analyse(low_pass: LowPass, weights: int = 8) -> FilterReport:
 
 
 def plot(low_pass: LowPass, path: str | Path) -> None:
-    """Draw |H| in decibels against cycles per step, and kappa against its age, into the image file `path`."""
-    # Figure alone, without pyplot: it needs no display and leaves no figure behind.
+    """Draw the frequency response and the impulse response of a filter into an image file.
+
+    Args:
+        low_pass: The filter.
+        path: The file; its ending decides the format.
+    """
+    # Figure without pyplot needs no display and keeps no global state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -65,7 +90,7 @@ def plot(low_pass: LowPass, path: str | Path) -> None:
     frequencies, response = low_pass.frequency_response()
     decibels = 20 * np.log10(np.maximum(np.abs(response), 1e-12))
     noise_level = 10 * math.log10(low_pass.noise_gain)
-    noise_label = f"white noise, once filtered: {noise_level:.1f} dB"
+    noise_label = f"filtered white noise: {noise_level:.1f} dB"
     response_axes.plot(frequencies, decibels)
     response_axes.axhline(noise_level, color="tab:orange", linestyle="--", label=noise_label)
     response_axes.set(title="Frequency response", xlabel="frequency (cycles / step)", ylabel="magnitude (dB)")
@@ -82,12 +107,13 @@ def plot(low_pass: LowPass, path: str | Path) -> None:
     weight_axes.xaxis.get_major_locator().set_params(integer=True)
     for axes in (response_axes, weight_axes):
         axes.grid(alpha=0.3)
-        axes.legend(loc="upper right")
+        if axes.get_legend_handles_labels()[0]:  # a filter of DC gain 0 has no mean delay to label
+            axes.legend(loc="upper right")
     figure.savefig(path, dpi=120)
 
 
 def _shown_weights(low_pass: LowPass, longest: int = 500) -> int:
-    """How many weights to draw: all but 0.01 % of their energy."""
+    """How many weights to draw, so that they hold 99.99 % of the energy."""
     energy = np.cumsum(low_pass.impulse_response(longest) ** 2)
     return max(int(np.searchsorted(energy, 0.9999 * energy[-1])) + 1, low_pass.order + 3)
 

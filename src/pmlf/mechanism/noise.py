@@ -1,8 +1,8 @@
-"""Randomness: an AES-CTR key stream, keyed by the operating system for privacy or by a seed for experiments.
+"""Randomness: AES-CTR key streams, keyed by the operating system for privacy or by a seed for experiments.
 
-Every use of chance asks a `Randomness` for the stream of one purpose, `stream("noise", step)`. The secure source
-answers each time with a key fresh from the operating system and keeps none, so nothing can be replayed, copied,
-forked or saved; the seeded source answers with a function of (seed, purpose, numbers).
+Every random number comes from a stream with one purpose, `randomness.stream("noise", step)`. `SecureRandomness` gives
+each stream a fresh key of the operating system and keeps none, so no stream can be replayed, copied, forked or saved.
+`SeededRandomness` derives the key from (seed, purpose, numbers).
 """
 
 from __future__ import annotations
@@ -22,17 +22,24 @@ from torch import Tensor
 
 from pmlf.basics.arguments import is_number, require_count
 
-CHUNK = 1 << 17  # Gaussians made at a time: the work arrays stay in cache
-LARGEST_STD = 1e30  # that float32 holds with all its noise
-SUMMANDS = 4  # Gaussians in a hardened one
-_MOST_WORDS = 1 << 33  # 64 GiB of them
+CHUNK = 1 << 17  # Gaussians computed at a time: the work arrays stay in cache
+LARGEST_STD = 1e30  # float32 holds any noise of this standard deviation
+SUMMANDS = 4  # Gaussians in a hardened Gaussian
+_MOST_WORDS = 1 << 33  # 64 GiB
 _ZEROS = bytes(8 * CHUNK)
 _MANTISSA = (1 << 52) - 1
 _ONE = 1023 << 52  # the exponent bits of a float64 in [1, 2)
 
 
 class Stream:
-    """The key stream of AES-256 in counter mode under one key: uniform bits, never repeated within a stream."""
+    """The key stream of AES-256 in counter mode: uniform bits that never repeat within a stream.
+
+    Args:
+        key: The 32-byte key.
+
+    >>> Stream(bytes(32)).words(1) == Stream(bytes(32)).words(1)
+    array([ True])
+    """
 
     def __init__(self, key: bytes) -> None:
         self._cipher = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
@@ -50,36 +57,53 @@ class Stream:
         return found
 
     def seed(self) -> int:
-        """One non-negative 63-bit number, for generators that take a seed."""
+        """A random 63-bit number, for generators that take a seed."""
         return int(self.words(1)[0] >> np.uint64(1))
 
     def chosen(self, population: int, rate: float) -> NDArray[np.int64]:
-        """Indices of a Poisson draw: each of `population` joins independently with probability `rate`.
+        """A Poisson draw: each of n records joins independently with probability q, exact to 2^-64.
 
-        The probability is exact to 2^-64.
+        Args:
+            population: The number of records, n.
+            rate: The sampling rate q, in [0, 1].
+
+        Returns:
+            The indices drawn, in increasing order.
+
+        Raises:
+            ValueError: An argument is out of range.
 
         >>> Stream(bytes(32)).chosen(5, 1.0).tolist()
         [0, 1, 2, 3, 4]
         """
         require_count("population", population, "it counts the records to draw from", least=0, most=_MOST_WORDS)
         if not (is_number(rate) and 0.0 <= rate <= 1.0):
-            raise ValueError(f"rate={rate} is not in [0, 1]: it is the probability of a record to be drawn")
+            raise ValueError(f"rate={rate} is not in [0, 1]: it is the probability with which a record is drawn")
         threshold = int(rate * 2.0**64)
         if threshold >= 2**64:
             return np.arange(population)
         return np.flatnonzero(self.words(population) < np.uint64(threshold))
 
     def add_gaussian_(self, tensor: Tensor, std: float, *, hardened: bool = False) -> None:
-        """tensor += std * N(0, I), in place, by Box-Muller in float64 on 52-bit uniforms, chunk by chunk.
+        """tensor += std * N(0, I), in place: Box-Muller in float64 on 52-bit uniforms.
 
-        `hardened` against floating-point attacks: each Gaussian is half the sum of four (Holohan & Braghin 2021, n=2),
-        so that a released value no longer tells which uniforms can have made it, and it is added in float64 and rounded
-        once. A mitigation: the values are still floating-point numbers.
+        Args:
+            tensor: A contiguous floating-point tensor.
+            std: The standard deviation, from 0 to 1e30.
+            hardened: Mitigate floating-point attacks. Each Gaussian is half the sum of four (Holohan & Braghin 2021,
+                n=2), so a released value does not reveal which uniforms produced it. It is added in float64 and
+                rounded once. The values are still floating-point numbers, so this is not a proof.
+
+        Raises:
+            ValueError: std is out of range, or the tensor is not contiguous or not floating-point.
         """
         if not (is_number(std) and 0.0 <= std <= LARGEST_STD):
-            raise ValueError(f"std={std} is not a deviation of noise: give a number from 0 to {LARGEST_STD:g}")
+            raise ValueError(f"std={std} is not a standard deviation of noise: give a number from 0 to {LARGEST_STD:g}")
         if not tensor.is_contiguous() or not tensor.is_floating_point():
-            raise ValueError("noise is added to contiguous tensors of real floating-point numbers only")
+            raise ValueError(
+                f"a tensor of dtype {tensor.dtype} and strides {tensor.stride()} was given: noise is added to "
+                "contiguous real floating-point tensors only"
+            )
         std = float(std)
         flat = tensor.detach().view(-1)
         work = _Work(min(CHUNK, flat.numel()), SUMMANDS if hardened else 1)
@@ -95,11 +119,11 @@ class Stream:
                 target.add_(noise.to(target), alpha=std)
 
     def _gaussians(self, count: int, work: _Work, summand: int) -> Tensor:
-        """Standard normal numbers, in one of the work arrays."""
+        """Standard normal numbers, in one of the work arrays; the first summand has an array of its own."""
         pairs = (count + 1) // 2
         bits = torch.from_numpy(self._fill(work.words[: 2 * pairs]).view(np.int64))
         uniforms = bits.bitwise_and_(_MANTISSA).bitwise_or_(_ONE).view(torch.float64)  # in [1, 2)
-        # 2 - u lies in (0, 1]: the logarithm is finite.
+        # 2 - u is in (0, 1], so its logarithm is finite.
         radius = uniforms[:pairs].neg_().add_(2.0).log_().mul_(-2.0).sqrt_()
         angle = uniforms[pairs:].mul_(2.0 * math.pi)
         found = work.gaussians[min(summand, 1)]
@@ -109,7 +133,7 @@ class Stream:
 
 
 class _Work:
-    """Arrays to make Gaussians in, used again for every chunk: fresh pages cost more than the arithmetic."""
+    """Arrays that all chunks share: allocating fresh memory costs more than the arithmetic."""
 
     def __init__(self, count: int, summands: int) -> None:
         even = count + count % 2
@@ -119,22 +143,30 @@ class _Work:
 
 @dataclass(frozen=True)
 class SecureRandomness:
-    """Streams keyed by 32 fresh bytes of the operating system each; holds no key, so none can leak or be reused."""
+    """Streams with a fresh 32-byte key of the operating system each. It holds no key that could leak or be reused.
 
-    reproducible = False  # whether somebody who knows the seed can subtract the noise
+    >>> SecureRandomness().stream("noise", 0).seed() == SecureRandomness().stream("noise", 0).seed()
+    False
+    """
+
+    reproducible = False  # whether the noise can be computed again, and subtracted, from a seed
     description = "AES-256-CTR, a fresh operating-system key for every draw"
 
     def stream(self, purpose: str, *numbers: int) -> Stream:
+        """A new stream; the purpose and numbers do not matter."""
         return Stream(os.urandom(32))
 
     def seed_for(self, purpose: str, *numbers: int) -> int:
-        """One non-negative 63-bit number, for generators that take a seed."""
+        """A random 63-bit number, for generators that take a seed."""
         return int.from_bytes(os.urandom(8)) >> 1
 
 
 @dataclass(frozen=True)
 class SeededRandomness:
-    """Streams that are functions of (seed, purpose, numbers): for experiments, not for releasing a model.
+    """Streams that are functions of (seed, purpose, numbers). For experiments only: do not release such a model.
+
+    Attributes:
+        seed: Any whole number.
 
     >>> SeededRandomness(7).seed_for("dropout", 0) == SeededRandomness(7).seed_for("dropout", 0)
     True
@@ -148,11 +180,12 @@ class SeededRandomness:
     description = "AES-256-CTR keyed by a seed: reproducible, so not for release"
 
     def stream(self, purpose: str, *numbers: int) -> Stream:
+        """The stream of this purpose and these numbers, from its start."""
         text = "/".join(["pmlf", str(self.seed), purpose, *map(str, numbers)])
         return Stream(hashlib.blake2b(text.encode(), digest_size=32).digest())
 
     def seed_for(self, purpose: str, *numbers: int) -> int:
-        """One non-negative 63-bit number, for generators that take a seed."""
+        """A 63-bit number that depends on the seed, purpose and numbers, for generators that take a seed."""
         return self.stream(purpose, *numbers).seed()
 
 
@@ -160,7 +193,21 @@ Randomness = SecureRandomness | SeededRandomness
 
 
 def randomness_from(generator: torch.Generator | Randomness | None) -> Randomness:
-    """The operating system's randomness for None; for a seeded generator a seed of 256 bits drawn from it."""
+    """The source of randomness for a `generator` argument.
+
+    Args:
+        generator: None for the operating system's randomness; a seeded generator for experiments, from which 256 bits
+            are drawn as a seed; or a source of randomness, which is returned unchanged.
+
+    Returns:
+        The source.
+
+    Raises:
+        ValueError: It is none of these.
+
+    >>> randomness_from(None).reproducible, randomness_from(torch.Generator().manual_seed(1)).reproducible
+    (False, True)
+    """
     if generator is None:
         return SecureRandomness()
     if isinstance(generator, (SecureRandomness, SeededRandomness)):
@@ -176,11 +223,16 @@ def randomness_from(generator: torch.Generator | Randomness | None) -> Randomnes
 
 @contextmanager
 def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators (dropout draws from them) and restore them afterwards."""
+    """Seed torch's global generators, which dropout uses, inside a `with` block; restore them at its end.
+
+    Args:
+        seed: The seed.
+        device: The device whose generator is seeded beside the CPU's.
+    """
     generator = torch.default_generator
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
     states = generator.get_state(), None if accelerator is None else accelerator.get_rng_state()
-    generator.manual_seed(seed)  # torch.manual_seed would take a millisecond, and reseed devices not in use
+    generator.manual_seed(seed)  # torch.manual_seed takes a millisecond and reseeds every device
     if accelerator is not None:
         accelerator.manual_seed(seed)
     try:
@@ -192,9 +244,17 @@ def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def keyed_uniforms(stream: Stream, samples: Tensor, draws: int) -> Tensor:
-    """Uniforms in [0, 1) of shape (samples, draws); row i depends on the stream's key and samples[i] alone.
+    """Uniforms in [0, 1), one row per sample. Row i depends on the stream's key and samples[i] alone.
 
-    So however a logical batch is cut into micro-batches, a sample is augmented alike.
+    So the augmentation of a sample does not depend on how a logical batch is cut into micro-batches.
+
+    Args:
+        stream: The stream of a step's augmentation.
+        samples: The samples' indices.
+        draws: The number of uniforms per sample.
+
+    Returns:
+        A float64 tensor of shape (samples, draws).
     """
     key = np.uint64(stream.words(1)[0])
     columns = np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -203,7 +263,7 @@ def keyed_uniforms(stream: Stream, samples: Tensor, draws: int) -> Tensor:
 
 
 def _mixed(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser: a bijection that sends neighbouring integers far apart (not cryptographic)."""
+    """SplitMix64's finaliser: a bijection that separates neighbouring integers. Not cryptographic."""
     word = word + np.uint64(0x9E3779B97F4A7C15)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,12 +1,12 @@
-"""The privacy loss of T Poisson-subsampled Gaussian steps, composed so that every error is bounded and added.
+"""The privacy loss distribution (PLD) of T Poisson-subsampled Gaussian steps, with every error bounded and added.
 
-One step's loss is put on a grid by Connect-the-Dots (Doroshenko et al. 2022): a loss between two points is split
-between them so that its mass under both distributions stays, which gives an upper bound on every delta. Each mass is a
-sum of positive terms, so that it is right to a relative error, however small it is.
+The loss of one step is put on a grid by Connect-the-Dots (Doroshenko et al. 2022): a loss between two grid points is
+split between them so that its mass under both distributions is kept. This gives an upper bound on every delta. Each
+mass is a sum of positive terms, so it is accurate to a relative error, however small it is.
 
 T steps are the T-th power of the Fourier transform. Its rounding errors are relative to the largest mass, not to the
-tail that delta is made of. So the loss is tilted first (Esscher 1932): p(x) e^{lambda x} / M(lambda), with lambda such
-that the tail becomes the middle. Rounding, wrapping around and cut tails are bounded, and the bounds added to delta.
+tail that determines delta. So the loss is tilted first (Esscher 1932), p(x) e^{lambda x} / M(lambda), with lambda such
+that the tail moves to the middle. The errors of rounding, wrap-around and cut tails are bounded and added to delta.
 """
 
 from __future__ import annotations
@@ -20,26 +20,36 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import fft, optimize, signal, special
 
-Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
 
-CELLS_PER_DEVIATION = 10  # of one step's privacy loss: epsilon comes out at most about 0.1 % too large
+CELLS_PER_DEVIATION = 10  # grid cells per standard deviation of one step's loss: epsilon is at most 0.1 % too large
 _COARSEST_CELL = 1e-3
-_MOST_CELLS = 2**18  # about a second; only sample rates below 1e-4 come near
-_TAIL = 10.0  # deviations of noise that a table reaches: what is beyond counts as an infinite loss
-_PANEL = 0.1  # of a deviation: the widest piece of the noise that one quadrature takes
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(6)  # relative error about 1e-15 on such pieces
+_MOST_CELLS = 2**18  # takes about a second; only sampling rates below 1e-4 come near it
+_TAIL = 10.0  # standard deviations of noise in a table; noise beyond counts as an infinite loss
+_PANEL = 0.1  # the widest interval of one quadrature, in standard deviations
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(6)  # relative error about 1e-15 on such intervals
 _UNIT = 2.0**-53
-_TABLE_ERROR = 2.0**-40  # relative, of any mass of a table: quadrature, exponentials, sums of a few thousand terms
+_TABLE_ERROR = 2.0**-40  # relative, of any mass in a table: quadrature, exponentials, sums of thousands of terms
 _FFT_ERROR = 8 * _UNIT  # relative, in the 2-norm, per bit of the length (Higham 2002, theorem 24.2)
 _POWER_ERROR = 16 * _UNIT  # relative, per step: logarithm, angle and exponential
 _LARGEST_EXPONENT = 600.0
-_UNDERFLOW = 1e-300  # more than all that is lost by numbers too small for float64
-_ENOUGH = 1e-3  # relative: a bound with less of errors in it is not looked for further
-_CUT = 1e-13  # mass of the tilted sum that may lie on either side of the window
+_UNDERFLOW = 1e-300  # more than all that underflow loses
+_ENOUGH = 1e-3  # relative: the search stops when the errors make up less of the bound than this
+_CUT = 1e-13  # mass of the tilted sum allowed on each side of the window
 
 
 def epsilon(z: float, rate: float, steps: int, delta: float, *, cells: int = CELLS_PER_DEVIATION) -> float:
-    """An upper bound on epsilon at delta after T steps; infinite where the errors of computing it exceed delta.
+    """An upper bound on epsilon at a given delta after T steps (Theorem 2).
+
+    Args:
+        z: The noise multiplier.
+        rate: The sampling rate, in (0, 1].
+        steps: The number of steps, T.
+        delta: The probability of failure, in (0, 1).
+        cells: Grid cells per standard deviation of one step's loss: more is tighter and slower.
+
+    Returns:
+        The bound; infinite if the errors of the computation exceed delta.
 
     >>> round(epsilon(1.0, 1 / 60, 1500, 1e-5), 2)
     3.93
@@ -56,7 +66,20 @@ def epsilon(z: float, rate: float, steps: int, delta: float, *, cells: int = CEL
 
 
 def delta(z: float, rate: float, steps: int, epsilon: float) -> float:
-    """An upper bound on delta at epsilon after T steps."""
+    """An upper bound on delta at a given epsilon after T steps.
+
+    Args:
+        z: The noise multiplier.
+        rate: The sampling rate, in (0, 1].
+        steps: The number of steps, T.
+        epsilon: The privacy loss, at least 0.
+
+    Returns:
+        The bound, at most 1.
+
+    >>> delta(1.0, 1 / 60, 1500, 3.94) < 1e-5
+    True
+    """
 
     def bound(composed: _ComposedLoss) -> tuple[float, float]:
         found = composed.delta(epsilon)
@@ -71,43 +94,43 @@ def delta(z: float, rate: float, steps: int, epsilon: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _LossTable:
-    """Masses of one step's privacy loss at multiples of the cell, one after another, and of an infinite loss.
+    """The masses of one step's privacy loss at consecutive multiples of the cell width, and of an infinite loss.
 
-    An upper bound up to `_TABLE_ERROR`: whatever the true loss allows, after any number of steps, this one allows too.
+    It dominates the true loss up to `_TABLE_ERROR`: after any number of steps its delta is not below the true one.
     """
 
     cell: float
-    losses: Floats
-    log_masses: Floats
+    losses: _Floats
+    log_masses: _Floats
     infinite: float
 
     def log_moment(self, order: float) -> float:
-        """log E[e^{order * loss}] of the finite losses."""
+        """log E[e^{order * loss}] over the finite losses."""
         exponents = self.log_masses + order * self.losses
         highest = float(exponents.max())
         return highest + math.log(float(np.exp(exponents - highest).sum()))
 
-    def tilted(self, order: float) -> Floats:
-        """The masses times e^{order * loss}, with a sum of 1."""
+    def tilted(self, order: float) -> _Floats:
+        """The masses times e^{order * loss}, normalised to a sum of 1."""
         return np.asarray(np.exp(self.log_masses + order * self.losses - self.log_moment(order)))
 
     def deviation(self, order: float) -> float:
-        """Of the tilted loss."""
+        """The standard deviation of the tilted loss."""
         masses = self.tilted(order)
         return math.sqrt(float(masses @ (self.losses - masses @ self.losses) ** 2))
 
 
 @lru_cache(maxsize=4)
 def _tables(z: float, rate: float, steps: int, cells: int) -> tuple[_LossTable, _LossTable]:
-    """A record removed (mixture against Gaussian) and a record added (the reverse)."""
+    """The tables for a record removed (mixture against Gaussian) and for a record added (the reverse)."""
     cell = _cell(z, rate, steps, cells)
     return _table(z, rate, cell, removed=True), _table(z, rate, cell, removed=False)
 
 
 def _cell(z: float, rate: float, steps: int, cells: int) -> float:
-    """Width of a cell: so many to the deviation of one step's loss, usually ten.
+    """The cell width: a fraction of the standard deviation of one step's loss.
 
-    A cell as wide as that deviation makes every step look lossier than it is; a far finer one takes longer.
+    Wide cells overstate the loss of every step. Narrow cells take longer.
     """
     deviation = min(rate * math.sqrt(math.expm1(min(1 / z**2, 500.0))), 1 / z)
     one_step = float(np.logaddexp(0, math.log(rate) + _TAIL / z + 1 / (2 * z**2)))  # log(1 + q e^{largest loss})
@@ -123,7 +146,7 @@ def _table(z: float, rate: float, cell: float, *, removed: bool) -> _LossTable:
     else:
         loss = -_log_ratio(noise, z, rate, lean=-1)
         mass = widths * _density(noise)
-    loss = loss + 2.0**-48 * cell  # with `lean` more than what rounding takes away below
+    loss = loss + 2.0**-48 * cell  # with `lean`, more than rounding can take away below
     below = np.floor(loss / cell).astype(np.int64)
     first, count = int(below.min()), int(np.ptp(below)) + 2
     share = np.clip(np.expm1((below + 1) * cell - loss) / math.expm1(cell), 0, 1)  # the rest goes to the point above
@@ -134,8 +157,8 @@ def _table(z: float, rate: float, cell: float, *, removed: bool) -> _LossTable:
     return _LossTable(cell=cell, losses=losses, log_masses=log_masses, infinite=4 * float(special.ndtr(-_TAIL)))
 
 
-def _quadrature(z: float, rate: float, cell: float, highest: float) -> tuple[Floats, Floats]:
-    """Points and weights for integrals over the noise up to `highest`, cut where the loss enters another cell."""
+def _quadrature(z: float, rate: float, cell: float, highest: float) -> tuple[_Floats, _Floats]:
+    """Points and weights of integrals over the noise up to `highest`, with a cut at every cell boundary of the loss."""
     panels = math.ceil((highest + _TAIL) / (_PANEL * min(1.0, z)))
     ends = np.linspace(-_TAIL, highest, panels + 1)
     low, high = _log_ratio(ends[[0, -1]], z, rate) / cell
@@ -145,14 +168,14 @@ def _quadrature(z: float, rate: float, cell: float, highest: float) -> tuple[Flo
     return (ends[:-1, None] + half * (1 + _NODES)).ravel(), (half * _WEIGHTS).ravel()
 
 
-def _density(noise: Floats) -> Floats:
+def _density(noise: _Floats) -> _Floats:
     return np.asarray(np.exp(-0.5 * noise**2) / math.sqrt(2 * math.pi))
 
 
-def _log_ratio(noise: Floats, z: float, rate: float, *, lean: int = 0) -> Floats:
-    """log(mixture / Gaussian) = log(1 - q + q e^{x/z - 1/(2 z^2)}) at x deviations of noise.
+def _log_ratio(noise: _Floats, z: float, rate: float, *, lean: int = 0) -> _Floats:
+    """log(mixture / Gaussian) = log(1 - q + q e^{x/z - 1/(2 z^2)}) at x standard deviations of noise.
 
-    `lean` is 1 for a number that is no less than the true one, -1 for one that is no more.
+    `lean` is 1 for a value not below the true one, -1 for a value not above it.
     """
     exponent = noise / z - 0.5 / z**2
     exponent = exponent + lean * 2.0**-50 * (np.abs(noise) / z + 0.5 / z**2)
@@ -165,8 +188,8 @@ def _log_ratio(noise: Floats, z: float, rate: float, *, lean: int = 0) -> Floats
     return np.asarray(found + lean * 2.0**-48 * np.abs(found))
 
 
-def _noise_of(log_ratio: Floats, z: float, rate: float) -> Floats:
-    """The inverse of `_log_ratio`; its rounding moves a cut of the integral and no mass."""
+def _noise_of(log_ratio: _Floats, z: float, rate: float) -> _Floats:
+    """The inverse of `_log_ratio`. Its rounding moves a cut of the integral, not a mass."""
     small = np.log1p(np.maximum(np.expm1(np.minimum(log_ratio, 1.0)) / rate, -1 + 1e-15))
     large = log_ratio - math.log(rate) + np.log1p((rate - 1) * np.exp(-np.maximum(log_ratio, 1.0)))
     return z * np.where(log_ratio < 1.0, small, large) + 0.5 / z
@@ -178,9 +201,10 @@ def _tightest(
     chernoff: Callable[[float, float], float],
     bound: Callable[[_ComposedLoss], tuple[float, float]],
 ) -> float:
-    """A bound, given with the share of the errors in it, at the tilt where Chernoff's bound on the same is lowest.
+    """The bound at the tilt that minimises Chernoff's bound on the same quantity.
 
-    Any tilt gives a bound. Where the loss has atoms, since a record is hardly ever drawn, a lower one can be tighter.
+    `bound` returns a bound and the share of errors in it. Any tilt is valid. If a record is rarely drawn, the loss has
+    atoms and a smaller tilt can be tighter, so smaller tilts are tried while they help.
     """
     deviation = math.sqrt(steps) * table.deviation(0.0)
     most = -math.log(max(deviation / 400, table.cell))
@@ -199,7 +223,7 @@ def _tightest(
 
 
 class _ComposedLoss:
-    """The loss of T steps near one place of its tail, with errors that are part of every delta."""
+    """The loss of T steps in one part of its tail. Every delta includes the errors of the computation."""
 
     def __init__(self, table: _LossTable, steps: int, *, tilt: float) -> None:
         low, mean, high = _window(table, steps, tilt)
@@ -210,7 +234,7 @@ class _ComposedLoss:
         self._middle = mean * table.cell
         self._log_scale = steps * table.log_moment(tilt) - tilt * self._middle
         weights = (sums * np.exp(-tilt * (self._points - self._middle)))[::-1]
-        # from each point on: the mass under one distribution, and under the other times e^{that point}
+        # from each point on: the mass under one distribution, and the mass under the other times e^{that point}
         self._upper = np.cumsum(weights)[::-1]
         self._lower = signal.lfilter([1.0], [1.0, -math.exp(-table.cell)], weights)[::-1]
         reach = np.arange(high - low) * table.cell
@@ -221,7 +245,7 @@ class _ComposedLoss:
         self._infinite = -math.expm1(steps * math.log1p(-table.infinite))
 
     def delta(self, epsilon: float) -> float:
-        """An upper bound on delta at epsilon, which is the trivial one below the window."""
+        """An upper bound on delta at epsilon; 1 below the window."""
         if epsilon < self._points[0]:
             return 1.0
         index = int(np.searchsorted(self._points, epsilon, side="right"))
@@ -233,7 +257,7 @@ class _ComposedLoss:
         return min(self._scaled(found) + self.error(epsilon), 1.0)
 
     def error(self, epsilon: float) -> float:
-        """What the bound on delta has in it for rounding, wrapping around and cut tails."""
+        """The part of the bound on delta that covers rounding, wrap-around and cut tails."""
         spill = self._spill * math.exp(min(-self._tilt * (epsilon - self._middle), 700.0)) + _UNDERFLOW
         return self._scaled(spill) + self._infinite
 
@@ -243,7 +267,7 @@ class _ComposedLoss:
         return math.exp(min(math.log(amount) + self._log_scale + self._log_growth, 1.0))
 
     def epsilon(self, delta: float) -> float:
-        """An upper bound on epsilon at delta: the least at which `delta` is no more, to 1e-10."""
+        """An upper bound on epsilon: the smallest whose bound on delta is at most `delta`, to a relative 1e-10."""
         low, high = max(float(self._points[0]), 0.0), max(float(self._points[-1]), 0.0)
         if self.delta(low) <= delta:
             return low
@@ -256,9 +280,9 @@ class _ComposedLoss:
 
 
 def _window(table: _LossTable, steps: int, tilt: float) -> tuple[int, int, int]:
-    """Points between which the tilted sum of T losses lies but for `_CUT` on either side, and its mean between them.
+    """The ends of the window that holds the tilted sum of T losses except for `_CUT` on each side, and its mean.
 
-    By Chernoff's bound. Losses so low that undoing the tilt would overflow are left out.
+    The ends follow from Chernoff's bound. Losses so low that undoing the tilt overflows are left out.
     """
     mean = float(table.tilted(tilt) @ table.losses)
     here, log_cut = table.log_moment(tilt), math.log(_CUT)
@@ -270,10 +294,10 @@ def _window(table: _LossTable, steps: int, tilt: float) -> tuple[int, int, int]:
     return math.floor(low / table.cell), round(steps * mean / table.cell), math.ceil(high / table.cell) + 1
 
 
-def _power(masses: Floats, steps: int, *, most: int, start: int) -> tuple[Floats, float]:
-    """`most` masses of the sum of T draws, from `start` on, and a bound on their errors in the 2-norm.
+def _power(masses: _Floats, steps: int, *, most: int, start: int) -> tuple[_Floats, float]:
+    """`most` masses of the sum of T draws, from `start` on, and a bound on their error in the 2-norm.
 
-    What lies elsewhere is wrapped around, and so added.
+    Masses outside wrap around and are added to these.
     """
     length = fft.next_fast_len(max(most, len(masses)), real=True)
     transform_error = _FFT_ERROR * math.log2(max(length, 2))
@@ -283,6 +307,6 @@ def _power(masses: Floats, steps: int, *, most: int, start: int) -> tuple[Floats
     powered = np.exp(steps * (np.log(np.maximum(size, 1e-300)) + 1j * np.angle(transformed)))
     missed = steps * error * np.exp(np.minimum((steps - 1) * np.log(size + error), 300.0))
     missed += _POWER_ERROR * (steps + 1) * np.abs(powered)
-    total = math.sqrt(2) * (np.linalg.norm(missed) + transform_error * np.linalg.norm(powered))  # both half-spectra
+    total = math.sqrt(2) * (np.linalg.norm(missed) + transform_error * np.linalg.norm(powered))  # for both half-spectra
     sums = np.roll(fft.irfft(powered, length), -(start % length))[:most]
     return sums, float(total) / math.sqrt(length)

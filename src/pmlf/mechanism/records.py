@@ -1,4 +1,4 @@
-"""Records as a loader takes and collates them, each alone or many together, and that they are the same either way."""
+"""Loading and collating records, with a check that a record does not depend on the records loaded beside it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Records:
-    """A dataset and its way to batches, for a DataLoader.
+    """A dataset as a `DataLoader` reads it, with checks that samples are independent.
 
-    A record must not depend on those it is taken or collated with. By construction where each is taken alone; a dataset
-    with a way of its own to take several `together` (`__getitems__`), and a `collate_fn`, are held to it in every
-    batch: one record, chosen at random, is taken and collated again alone, and must be the same but for padding.
+    A record must not depend on the records that are loaded or collated with it. If each is loaded alone, this holds by
+    construction. A dataset's own `__getitems__` and a `collate_fn` are checked in every batch: one record, chosen at
+    random, is loaded and collated again alone, and must be the same except for padding.
+
+    Args:
+        dataset: A map-style dataset.
+        collate_fn: Makes a batch of a list of records; None for torch's default.
+        together: Whether to load records through the dataset's `__getitems__`.
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate | None, *, together: bool) -> None:
@@ -43,40 +48,49 @@ class Records:
         one, other = (collate([copy.deepcopy(r)]) for r in (alone(self._dataset, indices[place]), records[place]))
         if not _is_part(one, other):
             raise ValueError(
-                "the dataset's __getitems__ gives another record alone than with others, by more than padding at its "
-                "ends: take every record by itself, and draw randomness in loss_fn where model.training is set"
+                "the dataset's __getitems__ returns a different record alone than with others, by more than padding at "
+                "its ends: load every record by itself, and use randomness only in loss_fn, if model.training is set"
             )
         return records
 
     def collate(self, records: Any) -> Any:
+        """A batch of these records.
+
+        Raises:
+            ValueError: The collate function drops samples, or a sample depends on the other records.
+        """
         if self._collate_fn is None:
             return default_collate(records)
         place = secrets.randbelow(len(records))
-        kept = copy.deepcopy(records[place])  # some collate functions change what they are given
+        kept = copy.deepcopy(records[place])  # some collate functions change their input
         batch = self._collate_fn(records)
         if batch_size(batch) != len(records):
-            raise ValueError(
-                "collate_fn returned another number of samples than were drawn: it must keep every sample, once"
-            )
+            # without the numbers: the size of a draw is sensitive
+            raise ValueError("collate_fn drops or repeats samples: it must keep every record of a batch exactly once")
         if not _is_part(self._collate_fn([kept]), select(batch, slice(place, place + 1))):
             raise ValueError(
-                "collate_fn makes another sample of a record alone than with others, by more than padding at its ends: "
-                "make each sample of its own record, and draw randomness in loss_fn where model.training is set"
+                "collate_fn makes a different sample of a record alone than with others, by more than padding at its "
+                "ends: compute each sample from its own record, and use randomness only in loss_fn, if model.training "
+                "is set"
             )
         return batch
 
 
 def alone(dataset: Any, index: int) -> Any:
-    """One record, by itself."""
+    """One record, loaded by itself."""
     return dataset.__getitems__([index])[0] if takes_together(dataset) else dataset[index]
 
 
 def takes_together(dataset: Any) -> bool:
+    """Whether the dataset can load several records at once (`__getitems__`)."""
     return callable(getattr(dataset, "__getitems__", None))
 
 
 def steady(dataset: Any, indices: Sequence[int], collate_fn: Collate | None) -> bool:
-    """Whether a dataset gives the same records when it is asked again, so that they can be compared."""
+    """Whether the dataset returns these records unchanged when they are loaded again.
+
+    Records that are random cannot be compared, so such a dataset is loaded one record at a time.
+    """
     collate = collate_fn or default_collate
     pairs = ((alone(dataset, index), alone(dataset, index)) for index in indices)
     return all(same_batches(*(collate([record]) for record in pair)) for pair in pairs)
@@ -85,7 +99,17 @@ def steady(dataset: Any, indices: Sequence[int], collate_fn: Collate | None) -> 
 def collation(
     dataset: Any, looked_at: Sequence[int], collate_fn: Collate | None, *, together: bool
 ) -> Callable[[list[int]], Any]:
-    """Batches of the records looked at, as training makes them; a record that is taken alone is taken once."""
+    """A function from indices to a batch, as training makes it, for checks before training.
+
+    Args:
+        dataset: A map-style dataset.
+        looked_at: The indices that may be asked for; each of these records is loaded once.
+        collate_fn: Makes a batch of a list of records; None for torch's default.
+        together: Whether several records are loaded at once (`__getitems__`).
+
+    Returns:
+        The function.
+    """
     collate = collate_fn or default_collate
     taken = {index: alone(dataset, index) for index in looked_at}
 
@@ -98,14 +122,14 @@ def collation(
 
 
 def _is_part(one: Any, padded: Any) -> bool:
-    """Whether every tensor of a batch of one is the other's, which may be longer at the end, or at the beginning."""
+    """Whether two batches of one sample are the same, except that `padded` may be longer at its start or end."""
     tensors, others = list(tensors_of(one)), list(tensors_of(padded))
     if list(whole_values(one)) != list(whole_values(padded)):
         return False
-    return len(tensors) == len(others) and all(map(_is_end, tensors, others))
+    return len(tensors) == len(others) and all(map(_is_start_or_end, tensors, others))
 
 
-def _is_end(tensor: Tensor, padded: Tensor) -> bool:
+def _is_start_or_end(tensor: Tensor, padded: Tensor) -> bool:
     if tensor.ndim != padded.ndim or any(size > room for size, room in zip(tensor.shape, padded.shape, strict=True)):
         return False
     first = padded[tuple(slice(0, size) for size in tensor.shape)]

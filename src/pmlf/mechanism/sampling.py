@@ -1,4 +1,4 @@
-"""Poisson sampling: logical batches at rate q, cut into physical micro-batches that load when they are asked for."""
+"""Poisson sampling: logical batches at rate q, cut into micro-batches that are loaded lazily."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from pmlf.mechanism.records import Records
 
 
 class LogicalBatch:
-    """The samples of one Poisson draw, possibly none. Iterating, once, loads its micro-batches one after another."""
+    """The samples of one Poisson draw, possibly none. It can be iterated once, which loads the micro-batches lazily.
+
+    Made by `PoissonBatches.batches`.
+    """
 
     def __init__(self, step: int, chunks: list[NDArray[np.int64]], loaded: Iterator[Any]) -> None:
         self.step = step
@@ -28,19 +31,24 @@ class LogicalBatch:
         self._used = False
 
     def __getstate__(self) -> None:
-        raise TypeError("a logical batch serves one step: it cannot be copied or pickled")
+        raise TypeError("a logical batch is for one step: it cannot be copied or pickled")
 
     @property
     def used(self) -> bool:
+        """Whether it was iterated."""
         return self._used
 
     def __iter__(self) -> Iterator[Any]:
         return (micro_batch for _, micro_batch in self.numbered())
 
     def numbered(self) -> Iterator[tuple[Tensor, Any]]:
-        """(indices in the dataset, micro-batch) pairs."""
+        """Iterate over pairs (indices in the dataset, micro-batch).
+
+        Raises:
+            RuntimeError: The batch was iterated before.
+        """
         if self._used:
-            raise RuntimeError(f"the batch of step {self.step} was used already: a Poisson draw serves one step")
+            raise RuntimeError(f"the batch of step {self.step} was used already: a Poisson draw is for one step")
         self._used = True
         return self._load()
 
@@ -52,13 +60,29 @@ class LogicalBatch:
 
 
 class PoissonBatches:
-    """Logical batches drawn from a map-style dataset: every index joins independently with probability q = B/n.
+    """Poisson draws from a map-style dataset: every record joins independently with probability q = B/n.
 
-    A step has one draw. Until the step is passed it is given again to whoever asks, also after an error in mid-step:
-    who draws until a wanted record is in does not sample at rate q. Draws are held in memory alone.
+    A step has one draw. Until the step is done, the same draw is issued again, also after an error: drawing anew until
+    a wanted record is in the batch is not sampling at rate q. Draws are kept in memory only.
 
-    Records are taken one by one, unless `together` says that the dataset's own way to take several at once was seen to
-    give the same records.
+    Args:
+        dataset: A map-style dataset with `__len__` and `__getitem__`.
+        expected_batch_size: The expected batch size B, at most n. It need not be a whole number.
+        randomness: The source of the draws: `SecureRandomness()`, or `SeededRandomness(seed)` for experiments.
+        max_physical_batch_size: The largest micro-batch. It changes memory and speed, not what is drawn.
+        collate_fn: Makes a batch of a list of records; None for torch's default.
+        num_workers: The number of processes that load records.
+        device: The device that micro-batches are moved to.
+        lengths: One number per record. Records of similar length share a micro-batch, which saves padding.
+        together: Load records through the dataset's `__getitems__`, if they are known to be the same that way.
+
+    Raises:
+        ValueError: An argument is out of range, or the dataset cannot be sampled by index.
+
+    >>> from pmlf.mechanism.noise import SeededRandomness
+    >>> sampler = PoissonBatches(torch.arange(6), expected_batch_size=3, randomness=SeededRandomness(0))
+    >>> [[batch.tolist() for batch in logical] for logical in sampler.batches(0, 2)]
+    [[[1, 4, 5]], [[0, 1, 3, 5]]]
     """
 
     def __init__(
@@ -78,14 +102,14 @@ class PoissonBatches:
         if not (is_number(expected_batch_size) and 0.0 < expected_batch_size <= self.population):
             raise ValueError(
                 f"expected_batch_size={expected_batch_size} is not in (0, {self.population}]: it is the expected "
-                "number of samples a step, at most the size of the dataset"
+                "number of samples in a step, at most the size of the dataset"
             )
         require_count(
             "max_physical_batch_size",
             max_physical_batch_size,
-            "it limits how many samples are in memory at once and changes nothing else",
+            "it is the number of samples in memory at once",
         )
-        require_count("num_workers", num_workers, "it counts processes that load records", least=0, most=1000)
+        require_count("num_workers", num_workers, "it is the number of processes that load records", least=0, most=1000)
         self.rate = expected_batch_size / self.population
         self._records = Records(dataset, collate_fn, together=together)
         self._randomness = randomness
@@ -93,40 +117,48 @@ class PoissonBatches:
         self._num_workers = num_workers
         self._device = torch.device(device)
         if lengths is not None and len(lengths) != self.population:
-            raise ValueError(f"lengths has {len(lengths)} numbers for {self.population} records: give one a record")
+            raise ValueError(f"lengths has {len(lengths)} numbers for {self.population} records: give one per record")
         self._lengths = lengths
-        self._drawn: dict[int, NDArray[np.int64]] = {}  # of the steps that are not passed
+        self._drawn: dict[int, NDArray[np.int64]] = {}  # by step, for the steps not done yet
 
     def __getstate__(self) -> None:
         raise TypeError(
-            "a sampler holds draws that serve one step: it cannot be copied or pickled, build another one by "
+            "a sampler holds draws that are for one step each: it cannot be copied or pickled, build another by "
             "PoissonBatches(...)"
         )
 
     def batches(self, first: int, steps: int) -> Iterator[LogicalBatch]:
-        """The logical batches of steps first, ..., steps - 1. Asking for the next passes the step of the one before."""
+        """The logical batches of steps `first` to `steps` - 1. Asking for the next one marks the last as passed.
+
+        Args:
+            first: The first step, counted from 0.
+            steps: The step to stop before.
+
+        Yields:
+            One logical batch per step, also for an empty draw.
+        """
         draws = _Draws(self, first, steps)
         loader: DataLoader[Any] = DataLoader(
             cast(Dataset[Any], self._records),
             batch_sampler=draws,
             collate_fn=self._records.collate,
             num_workers=self._num_workers,
-            generator=torch.Generator(),  # of its own: torch's global generator stays untouched
+            generator=torch.Generator(),  # so torch's global generator is not used
         )
         loaded = (to_device(micro_batch, self._device) for micro_batch in loader)
         for step in range(first, steps):
             batch = LogicalBatch(step, draws.chunks_of(step), loaded)
             yield batch
-            for _ in batch._load():  # left unread: move on to the next draw's first micro-batch
+            for _ in batch._load():  # skip micro-batches that the caller did not read
                 pass
             self.passed(step)
 
     def passed(self, step: int) -> None:
-        """Forget a step's draw. A step that is taken again from a saved state is another event, and draws afresh."""
+        """Forget a step's draw. If the step is taken again from a saved state, it is a new event and a new draw."""
         self._drawn.pop(step, None)
 
     def draw(self, step: int) -> list[NDArray[np.int64]]:
-        """A step's Poisson draw, cut into physical pieces: of records in order, or of records of like length."""
+        """A step's draw as the indices of each micro-batch, in order of index, or of length if lengths are given."""
         if step not in self._drawn:
             self._drawn[step] = self._randomness.stream("sampling", step).chosen(self.population, self.rate)
         chosen = self._drawn[step]
@@ -137,7 +169,7 @@ class PoissonBatches:
 
 
 class _Draws:
-    """Draws every step once, whoever asks first: the caller, or a loader that works ahead."""
+    """Draws every step once, whether the caller or a loader that works ahead asks first."""
 
     def __init__(self, sampler: PoissonBatches, first: int, steps: int) -> None:
         self._sampler = sampler
@@ -165,11 +197,24 @@ class _Draws:
 
 
 def population(dataset: Any) -> int:
-    """The number of records that can be drawn; refuses a dataset that cannot be sampled by index."""
+    """The number of records in a dataset, n.
+
+    Args:
+        dataset: A map-style dataset.
+
+    Returns:
+        Its length, at least 1.
+
+    Raises:
+        ValueError: It cannot be sampled by index, or is empty.
+
+    >>> population([1, 2, 3])
+    3
+    """
     if isinstance(dataset, IterableDataset):
         raise ValueError(
-            f"dataset ({type(dataset).__name__}) is iterable only: Poisson sampling draws by index, give a map-style "
-            "dataset with __len__ and __getitem__"
+            f"dataset ({type(dataset).__name__}) is iterable only, and Poisson sampling draws by index: give a "
+            "map-style dataset with __len__ and __getitem__"
         )
     if not isinstance(dataset, Sized) or not callable(getattr(dataset, "__getitem__", None)):
         raise ValueError(

@@ -1,8 +1,9 @@
-"""Models by name for the experiments; none mixes samples and none holds buffers."""
+"""Models of the experiments, by name. None mixes samples, and none has buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 
 from torch import nn
 
@@ -15,7 +16,7 @@ __all__ = ["CNN5", "NAMES", "ResNet", "ViT", "build", "linear", "resnet18"]
 
 
 def linear(in_features: int, classes: int = 10) -> nn.Sequential:
-    """Multinomial logistic regression: flatten, then one Linear layer."""
+    """Multinomial logistic regression: one Linear layer on the flattened input."""
     return nn.Sequential(nn.Flatten(), nn.Linear(in_features, classes))
 
 
@@ -34,14 +35,24 @@ NAMES = tuple(_BUILDERS)
 
 
 def build(name: str, *, in_channels: int, image_size: int, classes: int, seed: int | None = None) -> nn.Module:
-    """A new model on the CPU, by name.
+    """Build a new model on the CPU.
 
-    With a seed the initial weights are a function of it alone, and torch's global generator stays as it was.
+    Args:
+        name: One of `NAMES`.
+        in_channels: Number of image channels.
+        image_size: Height and width of the images.
+        classes: Number of outputs.
+        seed: Determines the initial weights; torch's global generator is then not used. None: use it.
+
+    Raises:
+        ValueError: If the name is unknown or the sizes do not fit the model.
 
     >>> build("linear", in_channels=1, image_size=28, classes=10, seed=0)[1]
     Linear(in_features=784, out_features=10, bias=True)
     """
     if name not in _BUILDERS:
-        raise ValueError(f"unknown model {name!r}: choose one of {', '.join(NAMES)}")
+        close = get_close_matches(name.lower(), NAMES, n=1)
+        question = f". Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown model {name!r}: give one of {', '.join(NAMES)}{question}")
     with seeded(seed):
         return _BUILDERS[name](in_channels, image_size, classes)

@@ -8,7 +8,7 @@ NORM_GROUPS = 16
 
 
 class CNN5(nn.Module):
-    """Five 3x3 convolutions with tanh and GroupNorm; the last one's maps, averaged, are the logits.
+    """Five 3x3 convolutions with tanh and GroupNorm. The logits are the means of the last one's maps.
 
     >>> sum(parameter.numel() for parameter in CNN5().parameters())
     412426

@@ -1,4 +1,4 @@
-"""Residual networks for small images, with GroupNorm: BatchNorm mixes samples and cannot be private."""
+"""Residual networks for small images, with GroupNorm. BatchNorm mixes samples, which DP training does not allow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_GROUPS = 32
 
 
 class ResNet(nn.Module):
-    """A 3x3 stem, then stages of basic blocks; each but the first doubles the width and halves the image."""
+    """A 3x3 stem and stages of basic blocks. Each stage after the first doubles the width and halves the image."""
 
     def __init__(
         self, blocks: Sequence[int] = (2, 2, 2, 2), width: int = 64, in_channels: int = 3, classes: int = 10
@@ -34,7 +34,7 @@ class ResNet(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """relu(x + norm(conv(relu(norm(conv(x)))))), with a 1x1 convolution on x where the shape changes."""
+    """relu(x + norm(conv(relu(norm(conv(x)))))), with a 1x1 convolution on x if the shape changes."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def resnet18(in_channels: int = 3, classes: int = 10) -> ResNet:
 
 
 def _conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
-    # the norm that follows has a bias of its own
+    # no bias: the next norm has one
     return nn.Conv2d(in_channels, out_channels, kernel_size=3, stride=stride, padding=1, bias=False)
 
 

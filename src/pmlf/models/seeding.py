@@ -1,4 +1,4 @@
-"""Initial weights that are a function of a seed alone."""
+"""Initial weights that depend only on a seed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """What is built inside is on the CPU and follows the seed, if there is one; torch's generator stays as it was."""
+    """Within this context, modules are built on the CPU from the seed. The state of torch's generator is restored.
+
+    With seed None, modules are built from torch's global generator.
+    """
     with torch.device("cpu"):
         if seed is None:
             yield
             return
         with torch.random.fork_rng(devices=[]):
-            # torch.manual_seed would reseed every accelerator's generator too, which nothing restores
+            # not torch.manual_seed, which also seeds the generators of all accelerators
             torch.default_generator.manual_seed(seed)
             yield

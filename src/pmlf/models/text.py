@@ -1,4 +1,4 @@
-"""Sequence classifiers of `transformers`, by name or from a local folder, whole or with low-rank updates by `peft`."""
+"""Text classifiers of `transformers`, from the hub or a local folder, trained fully or with LoRA (`peft`)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pmlf.basics.arguments import require_count
 from pmlf.basics.hub import snapshot
 from pmlf.models.seeding import seeded
 
-_ATTENTION_KEYS = ("attn_implementation", "_attn_implementation")  # either may name a kernel of the hub
-_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]  # never a pickle, which can run code
+_ATTENTION_KEYS = ("attn_implementation", "_attn_implementation")  # both can name a kernel on the hub
+_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]  # no pickles: they can run code
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextModel:
-    """A classifier with the tokenizer it was made for, and the number of tokens it takes."""
+    """A classifier, its tokenizer, and the largest number of tokens it accepts."""
 
     model: nn.Module
     tokenizer: Any
@@ -30,18 +30,23 @@ class TextModel:
 
 
 def load_classifier(name: str, *, classes: int, seed: int | None = None, lora_rank: int | None = None) -> TextModel:
-    """A pretrained model with a new head, in eval mode: noise regularises, dropout would only add variance.
+    """Load a pretrained model with a new classification head, in eval mode.
 
-    `name` is a model of the hub or a folder with config.json, model.safetensors and a tokenizer. With `lora_rank` the
-    pretrained weights are frozen and every linear layer gets an update of that rank. The new weights follow the seed.
-    No code that comes with a model is ever run, and nobody is asked whether it should be.
+    Eval mode switches dropout off: the noise of DP training already regularises. Code that comes with a model is never
+    run.
+
+    Args:
+        name: A model on the hub, or a folder with config.json, model.safetensors and a tokenizer.
+        classes: Number of outputs.
+        seed: Determines the new weights. None: torch's global generator.
+        lora_rank: Freeze the pretrained weights and train updates of this rank for every linear layer.
 
     Raises:
-        ValueError: the model asks for code of its own, is an adapter of another model, or cannot be read.
+        ValueError: If the model needs its own code, is an adapter of another model, or cannot be read.
     """
     transformers = _transformers(name)
     if lora_rank is not None:
-        require_count("lora_rank", lora_rank, "it is the rank of the updates, 8 for example")
+        require_count("lora_rank", lora_rank, "it is the rank of the updates, for example 8")
     folder = _folder(name)
     _refuse_code(name, folder)
     _refuse_adapter(name, folder)
@@ -55,7 +60,7 @@ def load_classifier(name: str, *, classes: int, seed: int | None = None, lora_ra
                 num_labels=classes,
                 use_safetensors=True,
                 local_files_only=True,
-                trust_remote_code=False,  # None, the default, asks on the terminal
+                trust_remote_code=False,  # the default, None, asks on the terminal
                 ignore_mismatched_sizes=True,
             )
             longest = _longest(model, tokenizer)
@@ -67,7 +72,7 @@ def load_classifier(name: str, *, classes: int, seed: int | None = None, lora_ra
             f"tokenizer ({_first_line(error)})"
         ) from error
     if tokenizer.pad_token_id is None:
-        raise ValueError(f"the tokenizer of {name!r} has no padding token: choose a model that pads, or add one to it")
+        raise ValueError(f"the tokenizer of {name!r} has no padding token: add one, or give another model")
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return TextModel(model=model.eval(), tokenizer=tokenizer, longest=longest, pad_id=tokenizer.pad_token_id)
@@ -84,28 +89,27 @@ def _transformers(name: str) -> Any:
 def _folder(name: str) -> Path:
     if Path(name).is_dir():
         return Path(name)
-    instead = "give --model DIR, a folder with config.json, model.safetensors and a tokenizer"
+    instead = "give as `model` a folder with config.json, model.safetensors and a tokenizer"
     return snapshot(name, "model", _FILES, extra="text", instead=instead)
 
 
 def _refuse_code(name: str, folder: Path) -> None:
-    """Refuse what asks for code of its own, also where a class of transformers could stand in for it: it would be
-    another model than the folder's."""
+    """Raise ValueError if the model needs its own code, even if a class of transformers could replace it."""
     for file in sorted(folder.glob("*config*.json")):
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # which transformers cannot read either
+        except (OSError, ValueError):  # transformers cannot read it either
             continue
         for key in _asking_for_code(document):
             raise ValueError(
-                f"{name!r} wants to run its own code ({key!r} in its {file.name}), and pmlf never runs code that comes "
-                "with a model: there is no --trust-remote-code. Give a model of an architecture that transformers "
-                f"itself has; if this is one, remove {key!r} from {file.name} in a copy of its folder"
+                f"{name!r} needs to run its own code ({key!r} in its {file.name}), and pmlf never runs code that comes "
+                "with a model: give a model with an architecture of transformers. If this is one, remove "
+                f"{key!r} from {file.name} in a copy of its folder"
             )
 
 
 def _asking_for_code(document: Any) -> Iterator[str]:
-    """The keys, at any depth, that make transformers fetch or run code."""
+    """The keys, at any depth, that make transformers download or run code."""
     if isinstance(document, list):
         for item in document:
             yield from _asking_for_code(item)
@@ -119,11 +123,11 @@ def _asking_for_code(document: Any) -> Iterator[str]:
 
 
 def _refuse_adapter(name: str, folder: Path) -> None:
-    """An adapter names the model that it changes, in any place, and freezes it when it is loaded."""
+    """Raise ValueError for an adapter: it can load any other model, and freezes it."""
     if (folder / "adapter_config.json").exists():
         raise ValueError(
-            f"{name!r} is an adapter of another model (adapter_config.json): give the model itself, with --lora-rank "
-            "for new updates, or a folder into which peft's merge_and_unload and save_pretrained have put both"
+            f"{name!r} is an adapter of another model (adapter_config.json): give the model itself, with lora_rank for "
+            "new updates, or merge both with peft's merge_and_unload and save_pretrained"
         )
 
 
@@ -131,7 +135,7 @@ def _with_lora(model: nn.Module, rank: int) -> nn.Module:
     try:
         import peft
     except ImportError as error:
-        raise ValueError("--lora-rank needs the package peft: pip install 'dp-pmlf[text]'") from error
+        raise ValueError("lora_rank needs the package peft: pip install 'dp-pmlf[text]'") from error
     config = peft.LoraConfig(
         task_type=peft.TaskType.SEQ_CLS, r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear"
     )
@@ -140,7 +144,7 @@ def _with_lora(model: nn.Module, rank: int) -> nn.Module:
 
 
 def _longest(model: nn.Module, tokenizer: Any) -> int:
-    """The number of tokens for which the model has positions; RoBERTa's start after the index of its padding."""
+    """The largest number of tokens. RoBERTa's positions start after the index of its padding token."""
     tables = [
         module
         for name, module in model.named_modules()
@@ -152,7 +156,7 @@ def _longest(model: nn.Module, tokenizer: Any) -> int:
 
 @contextmanager
 def _silence(transformers: Any) -> Iterator[None]:
-    """Without the bar and the report that loading prints: that the head is new is what is meant."""
+    """Switch off the progress bar and the warnings of loading, which report the new head."""
     logging = transformers.utils.logging
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""A small vision transformer made of Conv2d, Linear and LayerNorm, whose per-sample gradients have rules."""
+"""A small vision transformer of Conv2d, Linear and LayerNorm, which have rules for per-sample gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MLP_RATIO = 4
 
 
 class ViT(nn.Module):
-    """Patches and a class token through pre-norm attention blocks; the class token's end is classified."""
+    """A vision transformer: pre-norm attention blocks on patches and a class token, which is classified."""
 
     def __init__(
         self,
@@ -25,9 +25,9 @@ class ViT(nn.Module):
     ) -> None:
         super().__init__()
         if image_size % patch:
-            raise ValueError(f"patch {patch} does not divide image_size {image_size}: choose one of its divisors")
+            raise ValueError(f"patch={patch} does not divide image_size={image_size}: give a divisor of it")
         if width % heads:
-            raise ValueError(f"heads {heads} does not divide width {width}: choose one of its divisors")
+            raise ValueError(f"heads={heads} does not divide width={width}: give a divisor of it")
         self.image_size = image_size
         tokens = (image_size // patch) ** 2 + 1
         self.embedding = nn.Conv2d(in_channels, width, kernel_size=patch, stride=patch)
@@ -43,8 +43,8 @@ class ViT(nn.Module):
         if images.shape[2:] != (self.image_size, self.image_size):
             height, width = images.shape[2:]
             raise ValueError(
-                f"images are {height}x{width} but this ViT is for {self.image_size}x{self.image_size}: "
-                "build it with the images' image_size"
+                f"the images are {height}x{width}, but this ViT is for {self.image_size}x{self.image_size}: build it "
+                f"with image_size={height}"
             )
         patches = self.embedding(images).flatten(2).transpose(1, 2)  # (N, T-1, D)
         class_tokens = self.class_token.expand(len(images), -1, -1)  # (N, 1, D)
@@ -58,7 +58,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = SelfAttention(width, heads)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, MLP_RATIO * width), nn.GELU(), nn.Linear(MLP_RATIO * width, width))
 
@@ -67,8 +67,8 @@ class Block(nn.Module):
         return tokens + self.mlp(self.mlp_norm(tokens))  # (N, T, D)
 
 
-class Attention(nn.Module):
-    """Self-attention with Linear projections; those of nn.MultiheadAttention are bare parameters."""
+class SelfAttention(nn.Module):
+    """Self-attention with Linear projections. (In nn.MultiheadAttention they are bare parameters.)"""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""The paper's tables and figures as lists of runs, what runs them, and the report about them."""
+"""The paper's tables and figures as lists of runs, their execution, and the report of the results."""

@@ -1,4 +1,4 @@
-"""What an artifact of a paper is: panels of runs, as data. `paper.py` has the paper's own."""
+"""An artifact is a table or a figure of the paper: panels of runs, as data. `paper.py` lists the paper's artifacts."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from pmlf.experiments.spec import MethodOptions, RunSpec, Setting
 
 PROFILES = ("paper", "cpu", "smoke")
 PROTOCOLS = ("shared", "tuned")
-HELD_OUT = 0.1  # of the training split, for choosing learning rates
-TUNING_SEED = 1000  # none of the seeds of the final runs
-_ALWAYS_SAID = ("method", "dataset", "model", "lr", "optimizer", "batch_size", "clip_norm", "clipping", "seed")
+HELD_OUT = 0.1  # fraction of the training split for choosing learning rates
+TUNING_SEED = 1000  # not a seed of a final run
+_ALWAYS_IN_KEY = ("method", "dataset", "model", "lr", "optimizer", "batch_size", "clip_norm", "clipping", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A row of a table, a curve of a figure: a method with its parameters."""
+    """A row of a table or a curve of a figure: a method with its parameters."""
 
     label: str
     method: str
     options: MethodOptions = field(default_factory=MethodOptions)
-    value: float | None = None  # of the parameter that the figure varies
+    value: float | None = None  # of the parameter on the figure's axis
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One model on one dataset. `setting` has all but method, epsilon and seed."""
+    """One model on one dataset. `setting` holds everything except method, epsilon and seed."""
 
     setting: Setting
     epsilons: tuple[float, ...]
     variants: tuple[Variant, ...]
     seeds: int
-    trial_part: float | None  # of a final run's steps, with its noise, to choose a learning rate by; None for all
-    rates: tuple[float, ...]  # the grid of the tuned protocol, the same for every variant
+    trial_part: float | None  # fraction of a final run's steps in a tuning trial; None for all
+    rates: tuple[float, ...]  # learning rates of the tuned protocol, the same for every variant
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A variant in a panel at one epsilon: its runs differ in the seed alone."""
+    """A variant of a panel at one epsilon. Its runs differ only in the seed."""
 
     variant: Variant
     epsilon: float
     panel: Panel
 
     def run(self, seed: int, rate: float | None = None) -> RunSpec:
-        """The final run of a seed: the same initial weights and the same draws for every variant."""
+        """The final run with a seed, which gives all variants the same initial weights and batches."""
         return self._spec(seed=seed, lr=self.panel.setting.lr if rate is None else rate)
 
     def trials(self) -> tuple[RunSpec, ...]:
-        """A run for every rate of the grid, trained without the held-out records and judged on them."""
+        """One run per learning rate, trained without the held-out records and evaluated on them."""
         spec = self._spec(seed=TUNING_SEED, holdout=HELD_OUT, first_part=self.panel.trial_part)
         return tuple(replace(spec, lr=rate) for rate in self.panel.rates)
 
@@ -63,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Artifact:
-    """A table or a figure. `axis` is what runs along it: "epsilon", "epoch" or the parameter that is varied."""
+    """A table or a figure. `axis` is "epsilon", "epoch" or the parameter that it varies."""
 
     name: str
     title: str
@@ -71,9 +71,9 @@ class Artifact:
     panels: Mapping[str, tuple[Panel, ...]]  # by profile
 
     def cells(self, profile: str) -> tuple[Cell, ...]:
-        """All cells of a profile, panel by panel."""
+        """All cells of a profile, panel by panel. Raises ValueError for an unknown profile."""
         if profile not in self.panels:
-            raise ValueError(f"unknown profile {profile!r}: choose one of {', '.join(PROFILES)}")
+            raise ValueError(f"profile={profile!r} is not known: give one of {', '.join(PROFILES)}")
         return tuple(
             Cell(variant=variant, epsilon=epsilon, panel=panel)
             for panel in self.panels[profile]
@@ -83,11 +83,11 @@ class Artifact:
 
 
 def run_key(spec: RunSpec) -> str:
-    """The name of a run's folder: a hash of its spec, in which options that came later and are not used do not show.
+    """The name of a run's folder: a hash of its spec. Options at their default do not change it.
 
     >>> run_key(RunSpec(seed=1)) == run_key(RunSpec(seed=1)) != run_key(RunSpec(seed=2))
     True
     """
-    usual = asdict(RunSpec())
-    said = {name: value for name, value in asdict(spec).items() if name in _ALWAYS_SAID or value != usual[name]}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+    defaults = asdict(RunSpec())
+    hashed = {name: value for name, value in asdict(spec).items() if name in _ALWAYS_IN_KEY or value != defaults[name]}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Run the cells of an artifact, by either protocol, and put what they left on record as one small JSON document."""
+"""Run the cells of an artifact, with either protocol, and write their results to a record, one JSON document."""
 
 from __future__ import annotations
 
@@ -12,27 +12,37 @@ from typing import Any
 from pmlf.basics.files import write_atomically
 from pmlf.experiments.spec import RunSpec
 from pmlf.reproduction.artifacts import PROTOCOLS, Artifact, Cell
-from pmlf.reproduction.executors import Execute, Listener
-from pmlf.reproduction.jobs import CERTIFICATE, MACHINE, RESULT, Job, News, alone, finished, job
+from pmlf.reproduction.executors import Executor, JobListener
+from pmlf.reproduction.jobs import CERTIFICATE, MACHINE, RESULT, Job, JobProgress, finished, job, locked
 
 RUNS = "runs"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Which runs an artifact needs, and where they are kept."""
+class ReproductionPlan:
+    """The runs of an artifact and their folder.
+
+    Args:
+        artifact: The table or figure.
+        profile: "paper", "cpu" or "smoke".
+        protocol: "shared" or "tuned" learning rates.
+        out: Folder for the runs and the record.
+        seeds: Number of seeds per cell. None: as in the panel.
+        data_dir: Folder of datasets. None: the folder in PMLF_DATA, else the Hugging Face hub.
+        device: Device to train on.
+    """
 
     artifact: Artifact
     profile: str
     protocol: str
     out: Path
-    seeds: int | None = None  # None as many as each panel has
+    seeds: int | None = None
     data_dir: Path | None = None
     device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
-            raise ValueError(f"unknown protocol {self.protocol!r}: choose one of {', '.join(PROTOCOLS)}")
+            raise ValueError(f"protocol={self.protocol!r} is not known: give one of {', '.join(PROTOCOLS)}")
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -44,7 +54,7 @@ class Plan:
 
     @property
     def command(self) -> str:
-        """What makes this record again."""
+        """The command that makes this record."""
         options = [f"--profile {self.profile}", f"--protocol {self.protocol}"]
         if self.seeds is not None:
             options.append(f"--seeds {self.seeds}")
@@ -56,16 +66,16 @@ class Plan:
         return cell.panel.seeds if self.seeds is None else self.seeds
 
     def job(self, spec: RunSpec) -> Job:
-        """The folder is the spec's, wherever it is carried out."""
+        """The job of a spec. Its folder does not depend on the device."""
         return replace(job(spec, self.out / RUNS, data_dir=self.data_dir), spec=replace(spec, device=self.device))
 
 
 @dataclass(kw_only=True)
-class Bookkeeper:
-    """A listener that remembers what failed, brings the record up to date after every run, and passes everything on."""
+class RecordKeeper:
+    """A listener that updates the record after every run, collects errors, and forwards all calls."""
 
-    plan: Plan
-    listener: Listener
+    plan: ReproductionPlan
+    listener: JobListener
     errors: dict[str, str] = field(default_factory=dict)  # by the job's key
 
     def expected(self, jobs: int) -> None:
@@ -74,45 +84,54 @@ class Bookkeeper:
     def began(self, job: Job) -> None:
         self.listener.began(job)
 
-    def advanced(self, news: News) -> None:
-        self.listener.advanced(news)
+    def advanced(self, progress: JobProgress) -> None:
+        self.listener.advanced(progress)
 
     def ended(self, job: Job, error: str | None) -> None:
         if error is None:
-            write_record(self.plan)  # now: who is killed has no time for it
+            write_record(self.plan)  # now, because the process may be killed
         else:
             self.errors[job.key] = f"{job.label}: {error}"
         self.listener.ended(job, error)
 
 
-def reproduce(plan: Plan, execute: Execute, listener: Listener) -> list[str]:
-    """Carry out what is not finished yet and return what failed, a line each; the record is written in any case."""
-    books = Bookkeeper(plan=plan, listener=listener)
+def reproduce(plan: ReproductionPlan, execute: Executor, listener: JobListener) -> list[str]:
+    """Run all jobs of a plan that are not complete, and write the record, also after an error.
+
+    Args:
+        plan: What to run.
+        execute: How to run it: see `executors`.
+        listener: Receives the progress.
+
+    Returns:
+        One line for each job that failed.
+    """
+    keeper = RecordKeeper(plan=plan, listener=listener)
     try:
         if plan.protocol == "tuned":
-            _execute(plan, [trial for cell in plan.cells for trial in cell.trials()], execute, books)
+            _execute(plan, [trial for cell in plan.cells for trial in cell.trials()], execute, keeper)
         specs = []
         for panel in plan.artifact.panels[plan.profile]:
             runs = [_final(plan, cell, plan.seeds_of(cell), {}) for cell in plan.cells if cell.panel is panel]
-            # a seed of all variants before the next seed of any: what was run so far can then be compared
+            # one seed of all variants before the next seed, so that partial results can be compared
             specs += [spec for of_a_seed in zip_longest(*runs) for spec in of_a_seed if spec is not None]
-        _execute(plan, specs, execute, books)
+        _execute(plan, specs, execute, keeper)
     finally:
         write_record(plan)
-    return list(books.errors.values())
+    return list(keeper.errors.values())
 
 
-Known = Mapping[str, dict[str, Any]]  # runs on record, by their keys: a key is a hash of all that makes a run
+RunsByKey = Mapping[str, dict[str, Any]]  # runs in the record, by the hash of their specs
 
 
-def _final(plan: Plan, cell: Cell, seeds: int, known: Known) -> list[RunSpec]:
-    """The final runs of a cell, a seed each from 0 on; none where trials are missing."""
+def _final(plan: ReproductionPlan, cell: Cell, seeds: int, known: RunsByKey) -> list[RunSpec]:
+    """The final runs of a cell, with seeds 0, 1, ...; none if trials are missing."""
     rate = chosen_rate(plan, cell, known) if plan.protocol == "tuned" else cell.panel.setting.lr
     return [] if rate is None else [cell.run(seed, rate) for seed in range(seeds)]
 
 
-def chosen_rate(plan: Plan, cell: Cell, known: Known) -> float | None:
-    """The learning rate of the best trial, the smaller of two equal ones; None unless all trials are there."""
+def chosen_rate(plan: ReproductionPlan, cell: Cell, known: RunsByKey) -> float | None:
+    """The learning rate of the best trial, the smallest if several are best; None if trials are missing."""
     trials = _runs(plan, cell.trials(), known)
     if len(trials) < len(cell.panel.rates):
         return None
@@ -120,12 +139,9 @@ def chosen_rate(plan: Plan, cell: Cell, known: Known) -> float | None:
     return max(sorted(accuracies), key=lambda rate: accuracies[rate])
 
 
-def write_record(plan: Plan) -> dict[str, Any]:
-    """What the folders hold of a plan, finished runs alone, as a document beside them.
-
-    Runs that are on record already stay there, whether or not their folders do.
-    """
-    with alone(plan.record_path):
+def write_record(plan: ReproductionPlan) -> dict[str, Any]:
+    """Write the record of all complete runs. Runs in an earlier record stay, even if their folders are gone."""
+    with locked(plan.record_path):
         before = _Before.read(plan.record_path)
         cells = [_cell(plan, cell, before) for cell in plan.cells]
         fewer = any(cell["planned_seeds"] > plan.seeds_of(of) for cell, of in zip(cells, plan.cells, strict=True))
@@ -143,11 +159,11 @@ def write_record(plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Before:
-    """A record as it was: its runs and certificates by key, and the seeds that were planned by cell."""
+    """An earlier record: its runs and certificates by key, and the planned seeds by cell."""
 
     command: str = ""
-    runs: Known = field(default_factory=dict)
-    certificates: Known = field(default_factory=dict)
+    runs: RunsByKey = field(default_factory=dict)
+    certificates: RunsByKey = field(default_factory=dict)
     seeds: Mapping[tuple[Any, ...], int] = field(default_factory=dict)
 
     @staticmethod
@@ -164,14 +180,14 @@ class _Before:
                 seeds={_name(cell): cell["planned_seeds"] for cell in cells},
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{str(path)!r} is no record: put it back as it was, or move it away") from error
+            raise ValueError(f"{str(path)!r} is not a record: restore it, or move it away") from error
 
 
 def _name(cell: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(cell[part] for part in ("dataset", "model", "variant", "target_epsilon"))
 
 
-def _cell(plan: Plan, cell: Cell, before: _Before) -> dict[str, Any]:
+def _cell(plan: ReproductionPlan, cell: Cell, before: _Before) -> dict[str, Any]:
     setting = cell.panel.setting
     document: dict[str, Any] = {
         "dataset": setting.dataset,
@@ -201,8 +217,8 @@ def _cell(plan: Plan, cell: Cell, before: _Before) -> dict[str, Any]:
 
 
 def read_run(job: Job) -> dict[str, Any] | None:
-    """What a finished run left, in short; None if there is none."""
-    if not _whole(job):
+    """The entry of a complete run in the record; None if the run is not complete."""
+    if not _complete(job):
         return None
     result = json.loads((job.folder / RESULT).read_text())
     evaluations = result["evaluations"]
@@ -227,8 +243,8 @@ def _machine(job: Job) -> dict[str, Any]:
     return {name: found[name] for name in ("threads", "machine")}
 
 
-def _whole(job: Job) -> bool:
-    """Whether its folder holds a finished run: one that is damaged counts as none here and fails when it is begun."""
+def _complete(job: Job) -> bool:
+    """Whether the job is complete. A damaged folder counts as not complete; running the job then fails."""
     try:
         return finished(job.folder)
     except ValueError:
@@ -236,28 +252,28 @@ def _whole(job: Job) -> bool:
 
 
 def _lines(record: Mapping[str, Any]) -> str:
-    """JSON with a line a cell: small, and readable as a difference."""
+    """JSON with one line per cell, which gives small diffs."""
     head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in record.items() if name != "cells"]
     cells = ",\n".join(json.dumps(cell) for cell in record["cells"])
     return "{" + ",\n".join(head) + f',\n"cells": [\n{cells}\n]}}\n'
 
 
-def _execute(plan: Plan, specs: Sequence[RunSpec], execute: Execute, books: Bookkeeper) -> None:
-    """Those that are not finished, each once."""
+def _execute(plan: ReproductionPlan, specs: Sequence[RunSpec], execute: Executor, keeper: RecordKeeper) -> None:
+    """Run the specs that are not complete, each once."""
     jobs = {job.key: job for job in map(plan.job, specs)}
-    left = [job for job in jobs.values() if not _whole(job)]
-    books.expected(len(left))
-    execute(left, books)
+    left = [job for job in jobs.values() if not _complete(job)]
+    keeper.expected(len(left))
+    execute(left, keeper)
 
 
-def _runs(plan: Plan, specs: Sequence[RunSpec], known: Known) -> list[dict[str, Any]]:
-    """The finished ones: as their folders have them, else as they are on record."""
+def _runs(plan: ReproductionPlan, specs: Sequence[RunSpec], known: RunsByKey) -> list[dict[str, Any]]:
+    """The complete runs among the specs: from their folders, else from the earlier record."""
     found = ((job, read_run(job)) for job in map(plan.job, specs))
     return [run or known[job.key] for job, run in found if run is not None or job.key in known]
 
 
-def _certificate(plan: Plan, key: str, known: Known) -> dict[str, Any]:
-    """Of a cell's first run: those of its other seeds have the same numbers, and are in their folders."""
+def _certificate(plan: ReproductionPlan, key: str, known: RunsByKey) -> dict[str, Any]:
+    """The certificate of a cell's first run. Those of its other seeds have the same numbers."""
     path = plan.out / RUNS / key / CERTIFICATE
     found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else known[key]
     return found

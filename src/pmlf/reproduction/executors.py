@@ -1,4 +1,4 @@
-"""Ways to execute jobs: here, in several processes, on a Ray cluster. A job that fails does not stop the others."""
+"""Run jobs in this process, in several processes, or on a Ray cluster. A job that fails does not stop the others."""
 
 from __future__ import annotations
 
@@ -13,60 +13,68 @@ from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
 from pmlf.basics.arguments import require_count
-from pmlf.reproduction.jobs import Job, News, carry_out
+from pmlf.reproduction.jobs import Job, JobProgress, run_job
 
 EXECUTORS = ("local", "ray")
 
 
-class Listener(Protocol):
-    """Is told what happens to jobs."""
+class JobListener(Protocol):
+    """Receives the progress of jobs."""
 
     def expected(self, jobs: int) -> None: ...
 
     def began(self, job: Job) -> None: ...
 
-    def advanced(self, news: News) -> None: ...
+    def advanced(self, progress: JobProgress) -> None: ...
 
     def ended(self, job: Job, error: str | None) -> None: ...
 
 
-Execute = Callable[[Sequence[Job], Listener], None]
+Executor = Callable[[Sequence[Job], JobListener], None]
 
 
-def executor(name: str, jobs: int) -> Execute:
-    """The executor of this name with so many jobs at a time, the cores divided between them."""
-    require_count("jobs", jobs, "so many runs go on at a time")
+def executor(name: str, jobs: int) -> Executor:
+    """The executor with this name.
+
+    Args:
+        name: "local" or "ray".
+        jobs: Number of jobs at a time. They share the cores.
+
+    Raises:
+        ValueError: If the name is unknown or the number is not positive.
+    """
+    require_count("jobs", jobs, "it is the number of runs at a time")
     if name not in EXECUTORS:
-        raise ValueError(f"unknown executor {name!r}: choose one of {', '.join(EXECUTORS)}")
+        raise ValueError(f"executor={name!r} is not known: give one of {', '.join(EXECUTORS)}")
     threads = max(1, (os.cpu_count() or 1) // jobs)
     if name == "ray":
         return lambda todo, listener: on_ray(_threaded(todo, threads), listener)
     if jobs == 1:
-        return here
+        return in_this_process
     return lambda todo, listener: in_processes(_threaded(todo, threads), jobs, listener)
 
 
-def here(todo: Sequence[Job], listener: Listener) -> None:
-    """One after another, in this process."""
+def in_this_process(todo: Sequence[Job], listener: JobListener) -> None:
+    """Run jobs one after another in this process."""
     for job in todo:
         listener.began(job)
         try:
-            carry_out(job, listener.advanced)
-        except Exception as error:  # whatever it is, it is this job's
-            listener.ended(job, _said(error))
+            run_job(job, listener.advanced)
+        except Exception as error:  # any error ends this job only
+            listener.ended(job, _message(error))
         else:
             listener.ended(job, None)
 
 
-def in_processes(todo: Sequence[Job], count: int, listener: Listener) -> None:
-    """Several at a time, a process each; one that dies takes its own job with it and no other."""
+def in_processes(todo: Sequence[Job], count: int, listener: JobListener) -> None:
+    """Run `count` jobs at a time, each in its own process. A process that dies fails only its own job."""
     waiting = deque(todo)
     workers: dict[Connection, _Worker] = {}
     try:
         while waiting or workers:
             while waiting and len(workers) < count:
                 worker = _Worker.start(waiting.popleft())
-                workers[worker.news] = worker
+                workers[worker.connection] = worker
                 listener.began(worker.job)
             for ready in wait(list(workers)):
                 assert isinstance(ready, Connection)
@@ -76,7 +84,7 @@ def in_processes(todo: Sequence[Job], count: int, listener: Listener) -> None:
                 except EOFError:
                     worker.process.join()
                     message = _Ended(error=f"its process died with exit code {worker.process.exitcode}")
-                if isinstance(message, News):
+                if isinstance(message, JobProgress):
                     listener.advanced(message)
                     continue
                 listener.ended(worker.job, message.error)
@@ -92,13 +100,13 @@ def in_processes(todo: Sequence[Job], count: int, listener: Listener) -> None:
             worker.stop()
 
 
-def on_ray(todo: Sequence[Job], listener: Listener) -> None:
-    """As tasks of a Ray cluster, whose machines share the folder; the address is Ray's own matter (RAY_ADDRESS)."""
+def on_ray(todo: Sequence[Job], listener: JobListener) -> None:
+    """Run jobs as tasks of a Ray cluster whose machines share the folder. RAY_ADDRESS is its address."""
     try:
         import ray
     except ImportError as error:
         raise ValueError(
-            "--executor ray needs the package ray: pip install 'dp-pmlf[ray]', or leave the option out"
+            "executor='ray' needs the package ray: pip install 'dp-pmlf[ray]', or give executor='local'"
         ) from error
     ray.init(ignore_reinit_error=True, log_to_driver=False)
     try:
@@ -106,16 +114,16 @@ def on_ray(todo: Sequence[Job], listener: Listener) -> None:
         for job in todo:
             listener.began(job)
             absolute = replace(job, folder=job.folder.absolute(), data_dir=job.data_dir and job.data_dir.absolute())
-            gpus = 1 if job.spec.device.startswith("cuda") else 0  # Ray hides those that a task did not ask for
-            task = ray.remote(num_cpus=job.threads or 1, num_gpus=gpus)(_carry_out_silently)
+            gpus = 1 if job.spec.device.startswith("cuda") else 0  # Ray hides GPUs that a task does not request
+            task = ray.remote(num_cpus=job.threads or 1, num_gpus=gpus)(_error_of)
             running[task.remote(absolute)] = job
         while running:
             (done,), _ = ray.wait(list(running), num_returns=1)
             job = running.pop(done)
             try:
                 listener.ended(job, ray.get(done))
-            except ray.exceptions.RayError as error:  # its machine or its process is gone
-                listener.ended(job, _said(error))
+            except ray.exceptions.RayError as error:  # its machine or process is gone
+                listener.ended(job, _message(error))
     finally:
         ray.shutdown()
 
@@ -127,55 +135,56 @@ class _Ended:
 
 @dataclass(kw_only=True)
 class _Worker:
-    """A process that carries out one job after another."""
+    """A process that runs one job after another."""
 
     process: SpawnProcess
-    news: Connection
+    connection: Connection
     job: Job
 
     @staticmethod
     def start(job: Job) -> _Worker:
-        context = multiprocessing.get_context("spawn")  # forked processes and torch's threads do not agree
+        context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs,), daemon=True)
         process.start()
-        theirs.close()  # so that its death is an end of file here
+        theirs.close()  # so that the death of the process is an end of file here
         ours.send(job)
-        return _Worker(process=process, news=ours, job=job)
+        return _Worker(process=process, connection=ours, job=job)
 
     def stop(self) -> None:
-        """When the step that runs is over: a job makes a checkpoint then, and goes on from there another time."""
+        """Stop the process after its current step, when its job has written a checkpoint to resume from."""
         self.process.terminate()
         self.process.join()
-        self.news.close()
+        self.connection.close()
 
 
 def _work(connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent handles it
     try:
         while True:
             job = connection.recv()
             try:
-                carry_out(job, connection.send)
+                run_job(job, connection.send)
             except (EOFError, ConnectionError):
                 raise
             except Exception as error:
-                connection.send(_Ended(error=_said(error)))
+                connection.send(_Ended(error=_message(error)))
             else:
                 connection.send(_Ended(error=None))
-    except (EOFError, ConnectionError, KeyboardInterrupt):  # the parent is gone or has stopped this process
+    except (EOFError, ConnectionError, KeyboardInterrupt):  # the parent is gone or stops this process
         return
 
 
-def _carry_out_silently(job: Job) -> str | None:
+def _error_of(job: Job) -> str | None:
+    """Run a job and return its error message, if any."""
     try:
-        carry_out(job, lambda news: None)
+        run_job(job, lambda progress: None)
     except Exception as error:
-        return _said(error)
+        return _message(error)
     return None
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

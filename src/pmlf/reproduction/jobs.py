@@ -1,4 +1,4 @@
-"""A job: one run of a list, in a folder of its own, and what carries it out wherever it is executed."""
+"""A job: one run in its own folder, and the function that runs it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from pathlib import Path
 
 from pmlf import machine
 from pmlf.basics.files import write_json
-from pmlf.experiments.results import Unobserved
+from pmlf.experiments.results import SilentObserver
 from pmlf.experiments.spec import RunSpec
 from pmlf.reproduction.artifacts import run_key
 
 RESULT = "result.json"
-MACHINE = "machine.json"  # what the run went on, from its first checkpoint on
+MACHINE = "machine.json"  # the machine of the run
 CERTIFICATE = "certificate.json"
-_SECONDS_BETWEEN_NEWS = 0.5
+PROGRESS_SECONDS = 0.5  # least time between two reports of progress
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run and where it goes."""
+    """A run and its folder."""
 
     spec: RunSpec
     folder: Path
     data_dir: Path | None = None
-    threads: int | None = None  # of torch; None leaves them as they are
+    threads: int | None = None  # of torch; None keeps the current number
 
     @property
     def key(self) -> str:
+        """Identifies the job."""
         return self.folder.name
 
     @property
     def label(self) -> str:
-        """What a progress display calls it."""
+        """The name of the job in progress displays and errors."""
         spec = self.spec
         trial = f", trial lr {spec.lr:g}" if spec.holdout else f", seed {spec.seed}"
         given = {name: value for name, value in vars(spec.options).items() if value is not None}
@@ -46,24 +47,24 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class News:
-    """How far a job has come."""
+class JobProgress:
+    """The number of steps that a job has done."""
 
     key: str
     step: int
     steps: int
 
 
-Tell = Callable[[News], None]
+OnProgress = Callable[[JobProgress], None]
 
 
 def job(spec: RunSpec, runs: Path, *, data_dir: Path | None = None, threads: int | None = None) -> Job:
-    """The job of a spec in the folder of all runs."""
+    """The job of a spec, with its folder in the folder `runs`."""
     return Job(spec=spec, folder=runs / run_key(spec), data_dir=data_dir, threads=threads)
 
 
 def finished(folder: Path) -> bool:
-    """Whether the run of this folder came to its end; a folder that is damaged is refused by name."""
+    """Whether the run in this folder is complete. Raises ValueError if the folder is damaged."""
     if not (folder / RESULT).is_file():
         return False
     try:
@@ -71,12 +72,16 @@ def finished(folder: Path) -> bool:
         for beside in (CERTIFICATE, MACHINE):
             json.loads((folder / beside).read_text())
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(folder)!r} is damaged: put it back as it was, or remove it to run it again") from error
+        raise ValueError(f"{str(folder)!r} is damaged: restore it, or remove it to run it again") from error
     return not interrupted
 
 
-def carry_out(job: Job, tell: Tell) -> None:
-    """Run a job unless it is finished, from where it was cut off if it was; one process at a time in a folder."""
+def run_job(job: Job, on_progress: OnProgress) -> None:
+    """Run or resume a job, unless it is complete. Only one process at a time works in a folder.
+
+    Raises:
+        KeyboardInterrupt: If a signal asked the run to stop.
+    """
     import torch
 
     from pmlf.experiments import runner
@@ -84,30 +89,31 @@ def carry_out(job: Job, tell: Tell) -> None:
 
     if job.threads is not None:
         torch.set_num_threads(job.threads)
-    with alone(job.folder):
+    with locked(job.folder):
         if finished(job.folder):
             return
-        spec = stand_ins.in_place(job.spec, job.folder.parent)
-        result = runner.run(spec, job.folder, data_dir=job.data_dir, observer=_Telling(job, tell), resume=True)
+        spec = stand_ins.with_stand_ins(job.spec, job.folder.parent)
+        observer = _ProgressObserver(job, on_progress)
+        result = runner.run(spec, job.folder, data_dir=job.data_dir, observer=observer, resume=True)
         if result.signalled_by is not None:
             raise KeyboardInterrupt
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Wait until no other process works on this file or folder; the lock of one that was killed is gone with it."""
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file or folder; wait while another process holds it. A killed process releases its lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / f".{path.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-class _Telling(Unobserved):
-    """Notes the machine when a run begins or goes on, and passes on the step count, now and then."""
+class _ProgressObserver(SilentObserver):
+    """Writes machine.json when a run starts or resumes, and reports its steps."""
 
-    def __init__(self, job: Job, tell: Tell) -> None:
-        self._job, self._tell = job, tell
-        self._steps, self._told = 0, 0.0
+    def __init__(self, job: Job, on_progress: OnProgress) -> None:
+        self._job, self._on_progress = job, on_progress
+        self._steps, self._last_report = 0, 0.0
 
     def started(self, spec: RunSpec, steps: int) -> None:
         import torch
@@ -115,10 +121,10 @@ class _Telling(Unobserved):
         where = {**machine.describe("torch", "pmlf"), "code": machine.code(), "device": spec.device}
         write_json(self._job.folder / MACHINE, {"threads": torch.get_num_threads(), "machine": where})
         self._steps = steps
-        self._tell(News(key=self._job.key, step=0, steps=steps))
+        self._on_progress(JobProgress(key=self._job.key, step=0, steps=steps))
 
     def stepped(self, step: int, training_loss: float | None) -> None:
         now = time.monotonic()
-        if now - self._told > _SECONDS_BETWEEN_NEWS:
-            self._told = now
-            self._tell(News(key=self._job.key, step=step, steps=self._steps))
+        if now - self._last_report > PROGRESS_SECONDS:
+            self._last_report = now
+            self._on_progress(JobProgress(key=self._job.key, step=step, steps=self._steps))

@@ -1,7 +1,7 @@
-"""The paper's tables and figures as lists of runs: data, and nothing here trains.
+"""The paper's tables and figures as lists of runs. Nothing here trains.
 
-Profiles differ in their panels alone: `paper` has the paper's own setting, `cpu` a reduction that is the same for every
-method, `smoke` takes seconds.
+Profiles differ in their panels: `paper` is the paper's setting, `cpu` a reduced setting, the same for every method, and
+`smoke` a test of a few seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EPOCHS = {
     "qqp": 20,
     "mnli": 20,
 }
-# E B / n as in the paper, so that the noise multiplier is nearly the paper's; fewer steps are what is given up.
+# (records, epochs): E B / n is as in the paper, so the noise multiplier is nearly the same, with fewer steps
 _CPU = {
     **{"mnist": (12_000, 5), "fashion-mnist": (12_000, 5), "cifar10": (20_000, 20), "cifar100": (20_000, 20)},
     **{"sst2": (20_000, 6)},
@@ -38,20 +38,20 @@ _CPU = {
 
 
 def artifact(name: str) -> Artifact:
-    """An artifact by name."""
+    """The artifact with this name. Raises ValueError if there is none."""
     if name not in BY_NAME:
-        raise ValueError(f"unknown artifact {name!r}: choose one of {', '.join(BY_NAME)}")
+        raise ValueError(f"unknown artifact {name!r}: give one of {', '.join(BY_NAME)}")
     return BY_NAME[name]
 
 
 def _filter(dataset: str) -> MethodOptions:
-    """The paper's coefficients for a dataset; for text, where it gives none, those of MNIST."""
+    """The paper's filter coefficients for a dataset. It gives none for texts; those of MNIST are used."""
     b = (0.15, -0.05) if dataset.startswith("cifar") else (0.1,)
     return MethodOptions(a=(-0.9,), b=b)
 
 
 def methods(dataset: str, *names: str) -> tuple[Variant, ...]:
-    """The paper's methods with its parameters for a dataset: all four, or those named."""
+    """The paper's four methods, or those named, with its parameters for a dataset."""
     low_pass = _filter(dataset)
     every = (
         Variant(label="DPSGD", method="dpsgd"),
@@ -63,7 +63,7 @@ def methods(dataset: str, *names: str) -> tuple[Variant, ...]:
 
 
 def ablation(dataset: str) -> tuple[Variant, ...]:
-    """DP-PMLF, and without either of its two parts."""
+    """DP-PMLF, and DP-PMLF without one of its two parts."""
     low_pass = _filter(dataset)
     return (
         Variant(label="DP-PMLF", method="dp-pmlf", options=low_pass),
@@ -76,7 +76,9 @@ def betas(dataset: str) -> tuple[Variant, ...]:
     """DP-PMLF with the momentum weights of Figure 6."""
     low_pass = _filter(dataset)
     return tuple(
-        Variant(label=f"beta = {beta:g}", method="dp-pmlf", options=replace(low_pass, **_beside(beta=beta)), value=beta)
+        Variant(
+            label=f"beta = {beta:g}", method="dp-pmlf", options=replace(low_pass, **_not_default(beta=beta)), value=beta
+        )
         for beta in (0.1, 0.3, 0.5, 0.7, 0.9)
     )
 
@@ -85,13 +87,13 @@ def lengths(dataset: str) -> tuple[Variant, ...]:
     """DP-PMLF with the momentum lengths of Figure 7."""
     low_pass = _filter(dataset)
     return tuple(
-        Variant(label=f"k = {k}", method="dp-pmlf", options=replace(low_pass, **_beside(k=k)), value=k)
+        Variant(label=f"k = {k}", method="dp-pmlf", options=replace(low_pass, **_not_default(k=k)), value=k)
         for k in (2, 3, 4, 5, 6)
     )
 
 
-def _beside(**changed: float) -> dict[str, Any]:
-    """A parameter at its default is left out, so that such a run is the default's and is not repeated."""
+def _not_default(**changed: float) -> dict[str, Any]:
+    """The parameters that are not at their default, so that a default run has one key and is not repeated."""
     defaults = {"beta": 0.1, "k": 2}
     return {name: value for name, value in changed.items() if value != defaults[name]}
 
@@ -109,7 +111,7 @@ FILTERS: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...] = (
 
 
 def filter_label(a: Sequence[float], b: Sequence[float]) -> str:
-    """As the paper writes a filter.
+    """The paper's notation of a filter.
 
     >>> filter_label((-0.9,), (0.15, -0.05))
     'a {-0.9}, b {0.15, -0.05}'
@@ -125,7 +127,13 @@ def filters() -> tuple[Variant, ...]:
     )
 
 
-_RATES = (0.05, 0.17, 0.5, 1.5, 4.5)  # by factors of three; InnerOuter at 0.05 steps as far as others at 0.5
+_RATES = (
+    0.05,
+    0.17,
+    0.5,
+    1.5,
+    4.5,
+)  # about a factor of 3 apart; InnerOuter at 0.05 takes steps as large as others at 0.5
 
 
 def _paper(
@@ -151,7 +159,7 @@ def _cpu(
     epochs: float | None = None,
     seeds: int = 2,
 ) -> Panel:
-    """The first records of a dataset and fewer epochs; delta below 1/n."""
+    """Fewer records and epochs; delta below 1/n."""
     records, usual = _CPU[dataset]
     epochs = usual if epochs is None else epochs
     setting = Setting(dataset=dataset, records=records, model=model, lr=PAPER_RATE, batch_size=1000, epochs=epochs)
@@ -161,13 +169,13 @@ def _cpu(
 
 
 def _linear(epsilons: Sequence[float]) -> Panel:
-    """Table 4 with a linear model, as the published code had: cheap enough for the whole setting on a CPU."""
+    """Table 4 with a linear model, as in the published code: fast enough for the paper's setting on a CPU."""
     panel = _paper("mnist", "linear", epsilons, filters())
     return replace(panel, setting=replace(panel.setting, delta=None), trial_part=0.2)
 
 
 def _smoke(model: str, epsilons: Sequence[float], variants: tuple[Variant, ...], seeds: int = 1) -> Panel:
-    """Packaged images, a few steps: it shows that everything runs, and its accuracies mean nothing."""
+    """A few steps on packaged images: a test that everything runs. Its accuracies mean nothing."""
     setting = Setting(model=model, records=16, batch_size=8, steps=4, lr=PAPER_RATE)
     return Panel(
         setting=setting, epsilons=tuple(epsilons), variants=variants, seeds=seeds, trial_part=0.5, rates=(0.17, 0.5)

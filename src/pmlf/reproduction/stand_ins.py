@@ -1,4 +1,4 @@
-"""Made-up texts and a small RoBERTa of random weights, for the smoke profile of an artifact that needs GLUE."""
+"""Synthetic texts and a small RoBERTa with random weights, for the smoke profile of the GLUE table."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ TEXT_MODEL = "small-roberta"
 _LABELS = ("bad", "good")
 _WORDS = ("a", "film", "plot", "that", "is", "never", "always", "dull", "bright", "slow", "alive")
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
-_TEXTS_A_SPLIT = 32
+_TEXTS_PER_SPLIT = 32
 
 
-def in_place(spec: RunSpec, folder: Path) -> RunSpec:
-    """The same run on stand-ins made in this folder, where its spec names them; any other spec as it is."""
+def with_stand_ins(spec: RunSpec, folder: Path) -> RunSpec:
+    """The spec with paths to stand-ins, which are written into `folder`. Specs that name none stay unchanged."""
     if spec.dataset != TEXTS:
         return spec
     texts, model = folder / TEXTS, folder / TEXT_MODEL
     for path, write in ((texts, _write_texts), (model, _write_model)):
         if not path.is_dir():
-            _put_whole(path, write)
+            _write_atomically(path, write)
     columns = TextOptions(text_column="text", labels=_LABELS)
     return replace(spec, dataset=str(texts), model=str(model), text=columns)
 
 
-def _put_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Written beside its place and renamed into it: who is killed, or writes at the same time, leaves no half of it."""
+def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder under another name and rename it: it is complete or absent, also after a kill."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
         whole = Path(scratch) / path.name
         whole.mkdir()
         write(whole)
-        with suppress(OSError):  # another process was first: its folder is the same
+        with suppress(OSError):  # another process was faster: its folder is the same
             whole.rename(path)
 
 
@@ -48,7 +48,7 @@ def _write_texts(folder: Path) -> None:
         with (folder / f"{split}.csv").open("w", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(("text", "label"))
-            for number in range(offset, offset + _TEXTS_A_SPLIT):
+            for number in range(offset, offset + _TEXTS_PER_SPLIT):
                 words = [_WORDS[(number * step + step) % len(_WORDS)] for step in range(1, 3 + number % 5)]
                 rows.writerow((" ".join(words), _LABELS[number % len(_LABELS)]))
 

@@ -1,4 +1,4 @@
-"""A private run of T steps: made by `make_private`, carried out by `PrivateRun`."""
+"""A private run of T steps: `make_private` builds it, `PrivateRun` carries it out."""
 
 from pmlf.run.making import evaluate, make_private
 from pmlf.run.private_run import PrivateRun

@@ -1,4 +1,4 @@
-"""How well a model does on records that are not protected: accuracy with its interval, class by class, F1."""
+"""Test scores of a model: accuracy with its 95 % interval, accuracy by class, F1. The noise does not protect them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from scipy.stats import binomtest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pmlf.basics.batches import to_device
 from pmlf.mechanism.sampling import population
 
-Z_95 = 1.959963984540054  # the standard normal's 97.5 % point
-
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Fractions. The interval is Wilson's, at 95 %; a class without records has no accuracy; F1 is class 1's."""
+    """Scores as fractions.
+
+    Attributes:
+        records: the number of records.
+        accuracy: the fraction of records that the model classifies correctly.
+        interval: Wilson's 95 % interval of the accuracy.
+        per_class: the accuracy by true class; None for a class without records.
+        f1: the F1 score of class 1, if asked for.
+    """
 
     records: int
     accuracy: float
@@ -28,17 +35,28 @@ class Score:
     f1: float | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """The score as a document for JSON."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Score:
-        """The score that `to_json` wrote, by way of a file."""
+        """The score of a document that `to_json` made."""
         low, high = document["interval"]
         return Score(**{**document, "interval": (low, high), "per_class": tuple(document["per_class"])})
 
 
 def score(confusion: Tensor, *, with_f1: bool = False) -> Score:
-    """The score of a confusion matrix, rows being the truth.
+    """The score of a confusion matrix.
+
+    Args:
+        confusion: counts; rows are true classes, columns are predictions.
+        with_f1: compute F1, which needs two classes.
+
+    Returns:
+        The score.
+
+    Raises:
+        ValueError: F1 is asked for and there are not two classes.
 
     >>> score(torch.tensor([[3, 1], [0, 4]])).per_class
     (0.75, 1.0)
@@ -57,19 +75,24 @@ def score(confusion: Tensor, *, with_f1: bool = False) -> Score:
 def wilson(successes: int, trials: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a proportion.
 
+    Args:
+        successes: a count from 0 to `trials`.
+        trials: at least 1.
+
+    Returns:
+        The lower and the upper end.
+
     >>> [round(end, 4) for end in wilson(90, 100)]
     [0.8256, 0.9448]
     """
-    share, weight = successes / trials, Z_95**2 / trials
-    centre = (share + weight / 2) / (1 + weight)
-    half = Z_95 * math.sqrt(share * (1 - share) / trials + weight / (4 * trials)) / (1 + weight)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    interval = binomtest(successes, trials).proportion_ci(confidence_level=0.95, method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def _f1(confusion: Tensor) -> float:
-    """2 tp / (2 tp + fp + fn) of class 1; 0 where there is neither such a record nor such a prediction."""
+    """2 tp / (2 tp + fp + fn) of class 1; 0 without records and predictions of class 1."""
     if confusion.shape != (2, 2):
-        raise ValueError(f"F1 is for two classes and there are {len(confusion)}: ask for accuracy")
+        raise ValueError(f"F1 needs two classes, and there are {len(confusion)}: use the accuracy")
     (_, false_positive), (false_negative, true_positive) = confusion.tolist()
     total = 2 * true_positive + false_positive + false_negative
     return 2 * true_positive / total if total else 0.0
@@ -84,7 +107,22 @@ def confusion_matrix(
     batch_size: int = 500,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> Tensor:
-    """How often each class (row) was taken for each (column). Eval mode, no gradients, the model's mode restored."""
+    """Count predictions by true class, in eval mode and without gradients. The model's mode is restored.
+
+    Args:
+        model: a classifier.
+        dataset: a map-style dataset.
+        logits: computes the logits, of shape (batch, classes), from the model and a batch.
+        labels: the true classes of a batch.
+        batch_size: records per forward pass.
+        collate_fn: as in `torch.utils.data.DataLoader`.
+
+    Returns:
+        A matrix of counts: rows are true classes, columns are predictions.
+
+    Raises:
+        ValueError: a label is not one of the model's classes.
+    """
     population(dataset)
     device = next(model.parameters()).device
     was_training = model.training
@@ -98,7 +136,7 @@ def confusion_matrix(
                 outputs, truth = logits(model, moved), labels(moved)
                 classes = outputs.shape[-1]
                 if int(truth.min()) < 0 or int(truth.max()) >= classes:
-                    raise ValueError(f"a label is not in 0 to {classes - 1}, the classes that the model tells apart")
+                    raise ValueError(f"the model has classes 0 to {classes - 1}, and a label is outside")
                 counts = counts + torch.bincount(truth * classes + outputs.argmax(-1), minlength=classes * classes)
     finally:
         model.train(was_training)

@@ -1,4 +1,4 @@
-"""`make_private`: a model, an optimizer and a dataset made into a private run of T steps."""
+"""`make_private`: build a private run from a model, an optimizer and a dataset."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from torch.utils.data import default_collate
 
 from pmlf.basics.arguments import is_number, plain, require_count, require_positive, steps_of_epochs
 from pmlf.engine.augmentation import Augmentation
-from pmlf.engine.capture import LossFunction
 from pmlf.engine.momentum import Clipping
+from pmlf.engine.passes import LossFunction
 from pmlf.engine.plan import Gradients
+from pmlf.evidence.budget import BudgetGuard, continued_noise
 from pmlf.evidence.ledger import Ledger
-from pmlf.evidence.spending import Spending, continued_noise
+from pmlf.evidence.tally import PrivacyPlan
 from pmlf.mechanism import accounting
 from pmlf.mechanism.accounting import Event
 from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
-from pmlf.mechanism.records import alone, collation, steady, takes_together
+from pmlf.mechanism.records import Collate, alone, collation, steady, takes_together
 from pmlf.mechanism.sampling import PoissonBatches, population
 from pmlf.methods import Method
 from pmlf.run.averaging import ParameterAverage
@@ -36,16 +37,13 @@ from pmlf.run.private_run import PrivateRun
 from pmlf.run.sizing import EXAMPLES, physical_batch_size
 from pmlf.step import PrivateStep
 
-_COLLATED = 256  # records among which the shortest and the longest are looked for, where no lengths are given
+_COLLATED = 256  # records on which the collate function is checked, beside the shortest and the longest
 
 
 def make_private(
     *,
-    model: nn.Module,
-    optimizer: Optimizer,
+    # what is private
     dataset: Any,
-    loss_fn: LossFunction,
-    method: Method | str = "dp-pmlf",
     target_epsilon: float | None = None,
     target_delta: float,
     noise_multiplier: float | None = None,
@@ -54,11 +52,18 @@ def make_private(
     steps: int | None = None,
     clip_norm: float = 1.0,
     clipping: Clipping = "flat",
+    ledger: Ledger | None = None,
+    # what is trained
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: LossFunction,
+    method: Method | str = "dp-pmlf",
+    scheduler: LRScheduler | None = None,
+    augmentation: Augmentation | None = None,
+    ema: float | None = None,
+    # how it runs
     max_physical_batch_size: int | Literal["auto"] = 256,
     seed: int | None = None,
-    scheduler: LRScheduler | None = None,
-    ema: float | None = None,
-    augmentation: Augmentation | None = None,
     secure_noise: bool = False,
     gradients: Gradients = "ghost",
     assume_independent_samples: bool = False,
@@ -66,70 +71,90 @@ def make_private(
     lengths: NDArray[np.int64] | None = None,
     num_workers: int = 0,
     device: torch.device | str | None = None,
-    ledger: Ledger | None = None,
 ) -> PrivateRun:
-    """A `PrivateRun` whose T steps together are (target_epsilon, target_delta)-DP for adding or removing one record.
+    """Build a `PrivateRun`: T private steps that together are (target_epsilon, target_delta)-DP.
 
-    `batch_size` is the expected size B of a Poisson draw; T = ceil(epochs * n / B) unless `steps` gives it. `loss_fn`
-    takes (model, batch) and returns one loss a sample. The noise is calibrated to `target_epsilon`, or given.
-    `seed=None` means cryptographic noise and sampling; a seed makes the run reproducible, and so not fit for release.
-    `secure_noise` hardens the noise against floating-point attacks (a mitigation, at well below a per cent of a step).
-    `gradients="vmap"` takes models that the layers' rules refuse, as far as `torch.func` takes them; `"one-by-one"`
-    takes any, one sample at a time, which is slow.
-    Samples are proven not to influence each other, and a few of every step are run again alone;
-    `assume_independent_samples=True` gives up both, and the certificate says so.
-    `max_physical_batch_size="auto"` takes a size that fits memory and is fast, measured once on synthetic inputs.
-    `scheduler.step()` is called once after every step. `ema` is the decay of an average of the released parameters,
-    at no privacy cost (`PrivateRun.averaged_model`). `lengths`, a number a record, has records of like length share a
-    micro-batch, for less padding; the draw and the step stay what they are. Every step is written to the `ledger`
-    before it is released, and the target covers all that is in it. What would break the guarantee is refused before
-    any training.
+    The unit of privacy is one record, added or removed. Every step draws a Poisson batch, clips each sample's momentum,
+    adds Gaussian noise to the sum, divides by B and filters the result (Algorithm 1); the privacy of T steps is
+    Theorem 2. What would break the guarantee is refused before training starts.
+
+    The arguments say, in this order, what is private, what is trained, and how it runs.
+
+    Args:
+        dataset: A map-style dataset with `__len__` and `__getitem__`. Its records are what is protected.
+        target_epsilon: The epsilon that the run must not pass; the noise is calibrated to it. Give this or
+            `noise_multiplier`.
+        target_delta: The delta of the guarantee. It must be well below 1/n.
+        noise_multiplier: The noise multiplier z: the noise on the sum has standard deviation z * clip_norm.
+        batch_size: The expected batch size B of a Poisson draw, at most n.
+        epochs: How often each record is drawn on average: T = ceil(epochs * n / B). Give this or `steps`.
+        steps: The number of steps, T.
+        clip_norm: The clip norm C, a bound on each sample's part in the sum.
+        clipping: "flat" scales a sample down to C if its norm is larger; "automatic" scales by C / (norm + 0.01).
+        ledger: A ledger file. Every step is written to it before it is released, and the target then covers all that
+            is in it.
+        model: The model to train. Layers that mix samples, such as BatchNorm, are refused: see `pmlf.fix_model`.
+        optimizer: A torch optimizer over the model's trainable parameters. LBFGS and SparseAdam are refused.
+        loss_fn: A function of (model, batch) that returns one loss per sample (`reduction="none"`).
+        method: A method from `pmlf.methods`, or the name of a preset.
+        scheduler: A learning-rate scheduler. Its `step()` is called after every step.
+        augmentation: A random change of each sample, applied before its gradient is taken.
+        ema: The decay of an average of the released parameters, 0.99 for example (`PrivateRun.averaged_model`). It
+            costs no privacy.
+        max_physical_batch_size: The number of samples in memory at once. "auto" measures time and memory on synthetic
+            inputs and chooses.
+        seed: None for cryptographic noise and sampling. A whole number makes the run reproducible, for experiments
+            only: whoever knows the seed can subtract the noise.
+        secure_noise: Mitigate floating-point attacks on the noise, at less than 1 % of the time of a step.
+        gradients: How per-sample gradients are computed. "ghost" works layer by layer and is the fastest. "vmap" uses
+            `torch.func`, for models with layers that "ghost" does not support. "one-by-one" supports every model and
+            is slow.
+        assume_independent_samples: Skip the proof that samples do not influence each other, and the check of a few
+            samples in every step. The certificate says so.
+        collate_fn: Makes a batch of a list of records; None for torch's default.
+        lengths: One number per record. Records of similar length share a micro-batch, which saves padding and changes
+            neither the draw nor the step.
+        num_workers: The number of processes that load records.
+        device: The device to train on; None leaves the model where it is.
+
+    Returns:
+        The run. Use it as `for batch in run.batches(): run.step(batch)`.
+
+    Raises:
+        ValueError: An argument is out of range, or the model, loss, optimizer or dataset cannot be private.
+
+    >>> from torch.nn.functional import cross_entropy
+    >>> from torch.utils.data import TensorDataset
+    >>> inputs, model = torch.randn(200, 4), nn.Linear(4, 2)
+    >>> run = make_private(
+    ...     model=model,
+    ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+    ...     dataset=TensorDataset(inputs, (inputs[:, 0] > 0).long()),
+    ...     loss_fn=lambda model, batch: cross_entropy(model(batch[0]), batch[1], reduction="none"),
+    ...     target_epsilon=1.0, target_delta=1e-4, batch_size=50, epochs=2,
+    ... )
+    >>> for batch in run.batches():
+    ...     run.step(batch)
+    >>> run.steps_done, 0.99 < run.epsilon() <= 1.0
+    (8, True)
     """
     _refuse_many_processes()
-    records = population(dataset)
-    batch_size, epochs, steps, clip_norm = plain(batch_size), plain(epochs), plain(steps), plain(clip_norm)
-    target_epsilon, noise_multiplier = plain(target_epsilon), plain(noise_multiplier)
-    delta = _checked_delta(plain(target_delta), records)
-    planned = _planned_steps(epochs, steps, records, batch_size)
-    if not (is_number(batch_size) and 0.0 < batch_size <= records):
-        raise ValueError(
-            f"batch_size={batch_size} is not in (0, {records}]: it is the expected number of samples a step, at most "
-            "the size of the dataset"
-        )
-    if batch_size / records < accounting.LEAST_RATE:
-        raise ValueError(f"batch_size={batch_size} of {records} records is too small a rate to account for: give more")
-    if (target_epsilon is None) == (noise_multiplier is None):
-        raise ValueError("give target_epsilon or noise_multiplier, one of the two")
-    if noise_multiplier is None and ledger is not None:
-        noise_multiplier = continued_noise(ledger)
-    if noise_multiplier is None:
-        assert target_epsilon is not None
-        noise_multiplier = accounting.noise_multiplier(
-            target_epsilon=target_epsilon,
-            target_delta=delta,
-            sample_rate=batch_size / records,
-            steps=planned,
-            spent=None if ledger is None else ledger.tally.events,
-        )
-    else:
-        require_positive("noise_multiplier", noise_multiplier, "without noise nothing is private")
-        accounting.check_mechanism(noise_multiplier, batch_size / records, planned)
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise ValueError(f"seed={seed!r} is not a whole number or None")
-    _check_optimizer(model, optimizer)
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError(
-            "ReduceLROnPlateau follows a loss, which is sensitive: use a scheduler of the step count alone"
-        )
-    randomness: Randomness = SecureRandomness() if seed is None else SeededRandomness(seed)
+    records, batch_size = population(dataset), plain(batch_size)
+    epsilon, delta = plain(target_epsilon), _checked_delta(plain(target_delta), records)
+    planned = planned_steps(plain(epochs), plain(steps), records, batch_size)
+    z = _noise_multiplier(plain(noise_multiplier), epsilon, delta, _sample_rate(batch_size, records), planned, ledger)
+    event = Event(noise_multiplier=z, sample_rate=batch_size / records)
+    plan = PrivacyPlan(event=event, steps=planned, delta=delta, target_epsilon=epsilon)
+    randomness = _randomness(seed)
+    _check_optimizer(model, optimizer, scheduler)
     if device is not None:
         model.to(device)
     private_step = PrivateStep(
         model,
         loss_fn,
         method=method,
-        clip_norm=clip_norm,
-        noise_multiplier=noise_multiplier,
+        clip_norm=plain(clip_norm),
+        noise_multiplier=z,
         expected_batch_size=batch_size,
         generator=randomness,
         clipping=clipping,
@@ -138,17 +163,9 @@ def make_private(
         gradients=gradients,
         assume_independent_samples=assume_independent_samples,
     )
-    together = False
-    if collate_fn is not None or takes_together(dataset):  # else records come one by one, and are not padded
-        extremes = () if lengths is None else (int(lengths.argmin()), int(lengths.argmax()))
-        looked_at = sorted({*range(min(_COLLATED, records)), *extremes})
-        # random ones cannot be compared, and come one by one
-        together = takes_together(dataset) and steady(dataset, looked_at, collate_fn)
-        private_step.check_collation(looked_at, collation(dataset, looked_at, collate_fn, together=together))
+    together = _check_records(private_step, dataset, collate_fn, lengths)
     if isinstance(max_physical_batch_size, str) and max_physical_batch_size == "auto":
-        example = (collate_fn or default_collate)([alone(dataset, index) for index in range(min(EXAMPLES, records))])
-        most = math.ceil(batch_size + 4 * math.sqrt(batch_size))  # hardly any draw is larger
-        max_physical_batch_size = physical_batch_size(private_step, example, most=min(most, records))
+        max_physical_batch_size = _measured_size(private_step, dataset, collate_fn)
     sampler = PoissonBatches(
         dataset,
         expected_batch_size=batch_size,
@@ -161,15 +178,8 @@ def make_private(
         together=together,
     )
     average = None if ema is None else ParameterAverage(ema)
-    spending = Spending(
-        event=Event(noise_multiplier=noise_multiplier, sample_rate=sampler.rate),
-        planned_steps=planned,
-        replayable=randomness.reproducible,
-        delta=delta,
-        target_epsilon=target_epsilon,
-        ledger=ledger,
-    )
-    return PrivateRun(private_step, sampler, optimizer, scheduler, planned, delta, average, spending)
+    budget = BudgetGuard(plan, replayable=randomness.reproducible, ledger=ledger)
+    return PrivateRun(private_step, sampler, optimizer, scheduler, average, budget)
 
 
 def evaluate(
@@ -181,12 +191,60 @@ def evaluate(
     batch_size: int = 500,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> float:
-    """Accuracy on held-out records, which are not protected: a fraction. Eval mode, no gradients, mode restored."""
-    require_count("batch_size", batch_size, "it counts the records looked at together")
+    """Accuracy on held-out records. These records are not protected.
+
+    The model runs in eval mode and without gradients; its mode is restored afterwards.
+
+    Args:
+        model: A classifier.
+        dataset: A map-style dataset.
+        logits: A function of (model, batch) that returns one row of scores per sample.
+        labels: A function of a batch that returns the true classes.
+        batch_size: The number of records to look at together.
+        collate_fn: Makes a batch of a list of records; None for torch's default.
+
+    Returns:
+        The fraction of records that are classified correctly.
+
+    Raises:
+        ValueError: The dataset is empty or cannot be indexed, or a label is not one of the model's classes.
+
+    >>> from torch.utils.data import TensorDataset
+    >>> evaluate(nn.Linear(3, 2), TensorDataset(torch.zeros(4, 3), torch.tensor([0, 1, 0, 1])))
+    0.5
+    """
+    require_count("batch_size", batch_size, "it is the number of records looked at together")
     confusion = confusion_matrix(
         model, dataset, logits=logits, labels=labels, batch_size=batch_size, collate_fn=collate_fn
     )
     return int(confusion.trace()) / int(confusion.sum())
+
+
+def planned_steps(epochs: float | None, steps: int | None, records: int, batch_size: float) -> int:
+    """The number of steps T that a run plans, from `epochs` or from `steps`.
+
+    Args:
+        epochs: How often each record is drawn on average, or None.
+        steps: The number of steps, or None.
+        records: The number of records, n.
+        batch_size: The expected batch size, B.
+
+    Returns:
+        T, which is ceil(epochs * n / B) if epochs are given.
+
+    Raises:
+        ValueError: Both or neither are given, or one is out of range.
+
+    >>> planned_steps(2, None, 120, 50)
+    5
+    """
+    if (epochs is None) == (steps is None):
+        raise ValueError(f"epochs={epochs} and steps={steps} were given: give epochs or steps, one of the two")
+    if steps is not None:
+        require_count("steps", steps, "it is the number of noisy gradients to release")
+        return steps
+    assert epochs is not None
+    return steps_of_epochs(epochs, records, batch_size)
 
 
 def _refuse_many_processes() -> None:
@@ -205,42 +263,109 @@ def _refuse_many_processes() -> None:
 def _checked_delta(delta: float, records: int) -> float:
     if not (is_number(delta) and 0.0 < delta < 1.0):
         raise ValueError(
-            f"target_delta={delta} is not in (0, 1): choose well below 1/n, here below {1.0 / records:.2g}"
+            f"target_delta={delta} is not in (0, 1): give a number well below 1/n, here below {1.0 / records:.2g}"
         )
     if delta >= 1.0 / records:
         warnings.warn(
-            f"target_delta={delta} is not below 1/n = {1.0 / records:.3g}: such a delta allows publishing a record "
-            "outright; choose a smaller one",
+            f"target_delta={delta} is not below 1/n = {1.0 / records:.3g}: such a delta permits publishing a whole "
+            "record; give a smaller one",
             stacklevel=3,
         )
     return delta
 
 
-def _planned_steps(epochs: float | None, steps: int | None, records: int, batch_size: float) -> int:
-    if (epochs is None) == (steps is None):
-        raise ValueError("give epochs or steps, one of the two")
-    if steps is not None:
-        require_count("steps", steps, "it counts the noisy gradients that are released")
-        return steps
-    assert epochs is not None
-    return steps_of_epochs(epochs, records, batch_size)
+def _sample_rate(batch_size: float, records: int) -> float:
+    if not (is_number(batch_size) and 0.0 < batch_size <= records):
+        raise ValueError(
+            f"batch_size={batch_size} is not in (0, {records}]: it is the expected number of samples in a step, at "
+            "most the size of the dataset"
+        )
+    if batch_size / records < accounting.LEAST_RATE:
+        raise ValueError(
+            f"batch_size={batch_size} of {records} records is a sampling rate below {accounting.LEAST_RATE:g}, too "
+            "small to account for: give a larger batch_size"
+        )
+    return batch_size / records
 
 
-def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+def _noise_multiplier(
+    given: float | None, target_epsilon: float | None, delta: float, rate: float, steps: int, ledger: Ledger | None
+) -> float:
+    """The noise multiplier as given, or that of the run that the ledger continues, or calibrated to the target."""
+    if (target_epsilon is None) == (given is None):
+        raise ValueError(
+            f"target_epsilon={target_epsilon} and noise_multiplier={given} were given: give target_epsilon or "
+            "noise_multiplier, one of the two"
+        )
+    if given is None and ledger is not None:
+        given = continued_noise(ledger)
+    if given is not None:
+        require_positive("noise_multiplier", given, "without noise nothing is private")
+        accounting.check_mechanism(given, rate, steps)
+        return given
+    assert target_epsilon is not None
+    return accounting.noise_multiplier(
+        target_epsilon=target_epsilon,
+        target_delta=delta,
+        sample_rate=rate,
+        steps=steps,
+        spent=None if ledger is None else ledger.tally.events,
+    )
+
+
+def _randomness(seed: int | None) -> Randomness:
+    if seed is None:
+        return SecureRandomness()
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed={seed!r} is not a whole number or None: None gives cryptographic noise")
+    return SeededRandomness(seed)
+
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates a closure several times a step, which is not accounted for: use SGD or Adam")
+        raise ValueError(
+            "LBFGS evaluates a closure several times in a step, which is not accounted for: use SGD or Adam"
+        )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError("SparseAdam needs sparse gradients, and noise is dense: use Adam")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau follows a loss, which is sensitive: use a scheduler that depends on the step count alone"
+        )
     names = {id(p): name for name, p in model.named_parameters()}
     given = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if any(key not in names for key in given):
         raise ValueError(
             "the optimizer holds parameters that are not the model's: build it on the model that is trained, after "
-            "pmlf.fix_model and any replacement"
+            "pmlf.fix_model and any other replacement"
         )
     missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in set(given)]
     if missing:
         raise ValueError(
-            f"parameter {missing[0]!r} is trainable but not in the optimizer: give it to the optimizer, or freeze it "
-            "(requires_grad_(False))"
+            f"parameter {missing[0]!r} is trainable but not in the optimizer: add it to the optimizer, or freeze it by "
+            "requires_grad_(False)"
         )
+
+
+def _check_records(
+    step: PrivateStep, dataset: Any, collate_fn: Collate | None, lengths: NDArray[np.int64] | None
+) -> bool:
+    """Check that records do not change each other when they are collated.
+
+    Returns whether several may be loaded at once. Records that are loaded one by one and not collated by the user
+    cannot change each other. Random records cannot be compared, and are loaded one by one.
+    """
+    if collate_fn is None and not takes_together(dataset):
+        return False
+    extremes = () if lengths is None else (int(lengths.argmin()), int(lengths.argmax()))
+    looked_at = sorted({*range(min(_COLLATED, len(dataset))), *extremes})
+    together = takes_together(dataset) and steady(dataset, looked_at, collate_fn)
+    step.check_collation(looked_at, collation(dataset, looked_at, collate_fn, together=together))
+    return together
+
+
+def _measured_size(step: PrivateStep, dataset: Any, collate_fn: Collate | None) -> int:
+    """The micro-batch size that fits memory and is fast; nearly all draws have at most B + 4 sqrt(B) samples."""
+    records, expected = len(dataset), step.settings.expected_batch_size
+    example = (collate_fn or default_collate)([alone(dataset, index) for index in range(min(EXAMPLES, records))])
+    return physical_batch_size(step, example, most=min(math.ceil(expected + 4 * math.sqrt(expected)), records))

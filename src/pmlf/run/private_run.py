@@ -1,4 +1,4 @@
-"""`PrivateRun`: T private steps with what follows them, as `make_private` has put them together."""
+"""`PrivateRun`: T private steps, each with its draw, its entry in the budget, and the optimizer step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pmlf.basics.arguments import steps_of_epochs
-from pmlf.evidence.certificate import certificate
-from pmlf.evidence.spending import Spending
+from pmlf.evidence.budget import BudgetGuard
+from pmlf.evidence.certificate import CertifiedRun, certificate
 from pmlf.mechanism.sampling import LogicalBatch, PoissonBatches
 from pmlf.run.averaging import ParameterAverage
 from pmlf.step import PrivateStep
 
-_STATE = (  # what PrivateRun.state_dict() holds
+_STATE = (  # the entries of PrivateRun.state_dict()
     "mechanism",
     "max_physical_batch_size",
     "spending",
@@ -31,7 +31,30 @@ _STATE = (  # what PrivateRun.state_dict() holds
 
 
 class PrivateRun:
-    """T private steps: `for batch in run.batches(): run.step(batch)`. Made by `make_private`."""
+    """A private training run of T steps. Build it by `pmlf.make_private`.
+
+    Guarantees: a step is recorded in the budget before it is released; a batch that `batches` did not issue, or that
+    was used, is refused; no step takes the total above the target epsilon; the mechanism cannot change during the run.
+
+    Attributes:
+        private_step: The private step, for its settings and for advanced use.
+        optimizer: The optimizer.
+        scheduler: The learning-rate scheduler, or None.
+        budget: What the run plans to spend and has spent.
+
+    >>> import pmlf
+    >>> from torch.utils.data import TensorDataset
+    >>> model = nn.Linear(3, 1)
+    >>> run = pmlf.make_private(
+    ...     model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     dataset=TensorDataset(torch.randn(40, 3)), loss_fn=lambda model, batch: model(batch[0]).square().sum(1),
+    ...     noise_multiplier=1.0, target_delta=1e-3, batch_size=10, steps=5,
+    ... )
+    >>> for batch in run.batches():
+    ...     run.step(batch)
+    >>> run.steps_done, run.certificate()["released_steps"]
+    (5, 5)
+    """
 
     def __init__(
         self,
@@ -39,105 +62,115 @@ class PrivateRun:
         sampler: PoissonBatches,
         optimizer: Optimizer,
         scheduler: LRScheduler | None,
-        steps: int,
-        delta: float,
         average: ParameterAverage | None,
-        spending: Spending,
+        budget: BudgetGuard,
     ) -> None:
         self.private_step = private_step
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self._steps = steps
-        self._delta = delta
+        self.budget = budget
         self._sampler = sampler
         self._average = average
-        self.spending = spending
         self._due: LogicalBatch | None = None
         self._released = private_step.releases
         self._between_steps = True
 
     def __getstate__(self) -> None:
         raise TypeError(
-            "a run spends one budget, so it cannot be copied or pickled: save run.state_dict(), and load it into a run "
-            "that make_private builds anew"
+            "a run spends one budget, so it cannot be copied or pickled: save run.state_dict(), and load it into a new "
+            "run from make_private"
         )
 
     @property
     def model(self) -> nn.Module:
+        """The model that is trained."""
         return self.private_step.model
 
     @property
     def steps(self) -> int:
-        """How many steps are planned, T."""
-        return self._steps
-
-    @property
-    def delta(self) -> float:
-        return self._delta
+        """The number of steps planned, T."""
+        return self.budget.plan.steps
 
     @property
     def steps_done(self) -> int:
+        """The number of steps taken."""
         return self.private_step.releases
 
     @property
+    def steps_per_epoch(self) -> int:
+        """The number of steps in which every record is drawn once on average."""
+        return steps_of_epochs(1, self._sampler.population, self.private_step.settings.expected_batch_size)
+
+    @property
     def max_physical_batch_size(self) -> int:
-        """How many records are in memory at once."""
+        """The number of samples in memory at once."""
         return self._sampler.max_physical_batch_size
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Steps in which every record is drawn once on average."""
-        return steps_of_epochs(1, self._sampler.population, self.private_step.expected_batch_size)
-
-    @property
     def between_steps(self) -> bool:
-        """False after a step that was interrupted with its gradient released and the parameters not yet updated."""
+        """False after a step that was interrupted between its release and the update of the parameters."""
         return self._between_steps
 
     def batches(self) -> Iterator[LogicalBatch]:
-        """The logical batches of the steps that are left, each to be given to `step` once, in order, empty ones too.
+        """The logical batches of the remaining steps. Pass each one to `step` once, in order, also an empty one.
 
-        They end before the step that would pass the target epsilon. A draw that was not stepped, because the loop was
-        left or the step failed, is issued again: drawing anew would let whoever decides to choose who is in it.
+        They end before the step that would pass the target epsilon. A draw whose step was not taken, because the loop
+        was left or the step failed, is issued again: with a fresh draw one could choose who is in it.
+
+        Yields:
+            One logical batch per step.
+
+        Raises:
+            RuntimeError: The batch before was not passed to `step`.
         """
         for batch in self._sampler.batches(self.steps_done, self.steps):
-            if not self.spending.affords(batch.step):
+            if not self.budget.affords(batch.step):
                 return
             self._due = batch
             yield batch
             if self.steps_done == batch.step:
                 raise RuntimeError(
-                    f"the batch of step {batch.step} was drawn but not stepped: every draw is a step, also an empty one"
+                    f"the batch of step {batch.step} was drawn but not stepped: pass every batch to run.step, also an "
+                    "empty one"
                 )
 
     def step(self, batch: LogicalBatch) -> None:
-        """One private step on a batch that `batches` issued: all or nothing, and then it is spent."""
+        """Take one private step: accumulate the batch, record the event, release, and update the parameters.
+
+        If it fails before the event is recorded, nothing is spent and the parameters are unchanged.
+
+        Args:
+            batch: The batch that `batches` issued last.
+
+        Raises:
+            ValueError: The batch was not issued by `batches`, was used, or belongs to another step.
+            RuntimeError: The target epsilon leaves no room, or `private_step` was used outside of the run.
+        """
         if not isinstance(batch, LogicalBatch) or batch is not self._due or batch.used:
             raise ValueError(
-                "this batch was not issued by run.batches(), or was used already: give each issued batch to run.step "
+                "this batch was not issued by run.batches(), or was used already: pass each issued batch to run.step "
                 "once"
             )
         if batch.step != self.steps_done:
             raise ValueError(
-                f"this batch is of step {batch.step}, and step {self.steps_done} is next: go on with batches that "
-                "run.batches() issues from now on"
+                f"this batch belongs to step {batch.step}, and step {self.steps_done} is next: call run.batches() again"
             )
         self._refuse_foreign_releases()
         if self.private_step.pending:
             raise RuntimeError(
-                "samples were accumulated outside run.step, and the sampler did not draw them: "
-                "run.private_step.discard() forgets them"
+                "samples were accumulated outside run.step, and the sampler did not draw them: call "
+                "run.private_step.discard() to forget them"
             )
-        if not self.spending.affords(batch.step):
+        if not self.budget.affords(batch.step):
             raise RuntimeError(
-                "another run has spent from the same ledger since this batch was drawn, and the target epsilon has no "
-                "room for its step: stop here"
+                "another run has spent from the same ledger since this batch was drawn, and the target epsilon leaves "
+                "no room for this step: stop here"
             )
         self._due = None
         try:
             for indices, micro_batch in batch.numbered():
                 self.private_step.accumulate(micro_batch, samples=indices)
-            self.spending.spend(batch.step)  # on the disk before it is released
+            self.budget.spend(batch.step)  # on the disk before the release
         except BaseException:
             self.private_step.discard()
             raise
@@ -154,7 +187,11 @@ class PrivateRun:
         self._between_steps = True
 
     def averaged_model(self) -> nn.Module | None:
-        """A copy of the model at the average of the parameters released so far; None if none is kept, or none yet."""
+        """A copy of the model with the average of the released parameters.
+
+        Returns:
+            The copy; None if the run has no `ema`, or before the first step.
+        """
         if self._average is None or self.steps_done == 0:
             return None
         averaged = copy.deepcopy(self.model)
@@ -165,45 +202,57 @@ class PrivateRun:
         return averaged
 
     def epsilon(self) -> float:
-        """Spent so far, at the run's delta: by PLD, or by an RDP filter where its ledger holds other plans too.
+        """Epsilon spent so far by this run and all others in its ledger, at the run's delta.
 
-        `certificate` says what holds whatever was seen on the way: no less than this.
+        By PLD, or by an RDP filter if the ledger holds other plans. The certificate states the epsilon that holds
+        whatever results were seen, which is not below this one.
+
+        Raises:
+            RuntimeError: `private_step` was released outside of the run.
         """
         self._refuse_foreign_releases()
-        return self.spending.epsilon()
+        return self.budget.epsilon()
 
     def certificate(self) -> dict[str, Any]:
-        """The mechanism, its public constants and the epsilon they give; JSON-ready."""
+        """The mechanism, its public constants, and the epsilon they give.
+
+        Returns:
+            A JSON-ready document with a digest. `pmlf account --certificate` recomputes it.
+
+        Raises:
+            RuntimeError: `private_step` was released outside of the run.
+        """
         self._refuse_foreign_releases()
         step = self.private_step
-        return certificate(
-            method=step.method,
-            clipping=step.clipping,
-            population=self._sampler.population,
-            expected_batch_size=step.expected_batch_size,
-            noise_multiplier=step.noise_multiplier,
-            clip_norm=step.clip_norm,
-            planned_steps=self.steps,
+        run = CertifiedRun(
+            method=step.settings.method,
+            clipping=step.settings.clipping,
+            clip_norm=step.settings.clip_norm,
+            records=self._sampler.population,
+            expected_batch_size=step.settings.expected_batch_size,
             steps_done=self.steps_done,
-            delta=self.delta,
-            spending=self.spending,
             randomness=step.noise_source,
             reproducible=step.randomness.reproducible,
             independence=str(step.independence or "not looked at: no sample was seen since the run was built"),
             watched=step.watched,
         )
+        return certificate(run, self.budget)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything released, at a step boundary: never a pending sum, a key or a sample."""
+        """The state of the run between two steps: released values only, never a pending sum, a key or a sample.
+
+        Raises:
+            RuntimeError: A step was interrupted halfway, or `private_step` was released outside of the run.
+        """
         if not self.between_steps:
-            raise RuntimeError("a step was interrupted between its release and the optimizer: go back to a saved state")
+            raise RuntimeError("a step was interrupted between its release and the optimizer: load a saved state")
         self._refuse_foreign_releases()
         return {
             "mechanism": self._mechanism(),
             "max_physical_batch_size": self.max_physical_batch_size,
-            "spending": self.spending.state_dict(),
+            "spending": self.budget.state_dict(),
             "private_step": self.private_step.state_dict(),
-            # copies: torch's own state dicts share their tensors with the running objects
+            # copies, because torch's state dicts share their tensors with the running objects
             "model": copy.deepcopy(self.model.state_dict()),
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "scheduler": None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict()),
@@ -211,25 +260,33 @@ class PrivateRun:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue a run of the same mechanism from its saved state.
+        """Resume a run of the same mechanism from a saved state.
 
-        With a ledger and a target epsilon it may plan more steps than it did: the guard then composes by an RDP filter.
+        With a ledger and a target epsilon the run may plan more steps than before; an RDP filter then composes them.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ValueError: The state is of another mechanism, or does not fit the model, optimizer or ledger.
         """
         for name in _STATE:
             if name not in state:
-                raise ValueError(f"the state has no {name!r}: give what state_dict() of this version has made")
+                raise ValueError(f"the state has no {name!r}: give what state_dict() of this version returned")
         for name, value in self._mechanism().items():
             saved = state["mechanism"].get(name)
-            if saved != value and not (name == "steps" and saved < value and self.spending.guards_longer_plans):
+            if saved != value and not (name == "steps" and saved < value and self.budget.guards_longer_plans):
                 raise ValueError(
-                    f"the state has {name}={saved!r} and this run has {value!r}: a resumed run must keep its mechanism"
+                    f"the state has {name}={saved!r} and this run has {value!r}: build the run with the same {name}"
                 )
         if (state["scheduler"] is None) != (self.scheduler is None):
-            raise ValueError("the state and this run differ in having a scheduler: build the run as it was")
+            raise ValueError(
+                "the state and this run differ in having a scheduler: build the run with the same scheduler"
+            )
         if (state["average"] is None) != (self._average is None):
-            raise ValueError("the state and this run differ in keeping an average (ema): build the run as it was")
-        self.spending.load_state_dict(state["spending"])
-        if self.private_step.randomness.reproducible:  # rounding and dropout follow how a draw is cut
+            raise ValueError("the state and this run differ in keeping an average: build the run with the same ema")
+        self.budget.load_state_dict(state["spending"])
+        if self.private_step.randomness.reproducible:  # rounding and dropout depend on the micro-batches
             self._sampler.max_physical_batch_size = state["max_physical_batch_size"]
         self.private_step.load_state_dict(state["private_step"])
         self.model.load_state_dict(state["model"])
@@ -246,23 +303,24 @@ class PrivateRun:
         torn = not self.between_steps and self.private_step.releases == self._released - 1
         if self.private_step.releases != self._released and not torn:
             raise RuntimeError(
-                "run.private_step was released or loaded outside of the run, not by run.step or run.load_state_dict, "
-                "and nothing accounts for it: go back to a saved state of the run"
+                "run.private_step was released or loaded outside of the run, and nothing accounts for it: load a saved "
+                "state of the run, and use run.step and run.load_state_dict"
             )
 
     def _mechanism(self) -> dict[str, Any]:
-        step = self.private_step
+        """What a resumed run must have in common with the saved one."""
+        step, plan = self.private_step, self.budget.plan
         return {
-            "method": repr(step.method),
-            "clipping": step.clipping,
+            "method": repr(step.settings.method),
+            "clipping": step.settings.clipping,
             "records": self._sampler.population,
-            "expected_batch_size": step.expected_batch_size,
-            "noise_multiplier": step.noise_multiplier,
-            "clip_norm": step.clip_norm,
-            "steps": self.steps,
-            "delta": self.delta,
-            "secure_noise": step.secure_noise,
-            "target_epsilon": self.spending.target_epsilon,
-            # a number that follows from the seed and tells nothing of it; fresh chance has none
+            "expected_batch_size": step.settings.expected_batch_size,
+            "noise_multiplier": step.settings.noise_multiplier,
+            "clip_norm": step.settings.clip_norm,
+            "steps": plan.steps,
+            "delta": plan.delta,
+            "secure_noise": step.settings.secure_noise,
+            "target_epsilon": plan.target_epsilon,
+            # a number that follows from the seed and does not reveal it; None without a seed
             "chance": step.randomness.seed_for("identity") if step.randomness.reproducible else None,
         }

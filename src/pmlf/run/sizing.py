@@ -1,8 +1,8 @@
-"""How many samples to hold in memory at once, from the memory and time of two small micro-batches.
+"""Choosing the micro-batch size from the memory and time of two small micro-batches.
 
-Both are close to straight lines in the number of samples: fixed + each * samples. The micro-batch is the smallest whose
-fixed time is a twentieth of the whole, if so many fit into half of the free memory. The inputs are synthetic, nothing
-is released, and nothing is tried out by running out of memory.
+Both are nearly linear in the number of samples: fixed + each * samples. The chosen size is the smallest whose fixed
+time is a twentieth of the whole, limited to half of the free memory. The inputs are synthetic, nothing is released, and
+memory never runs out.
 """
 
 from __future__ import annotations
@@ -23,16 +23,26 @@ from pmlf.basics.batches import batch_size, select, synthetic
 from pmlf.mechanism.noise import SeededRandomness
 from pmlf.step import PrivateStep
 
-EXAMPLES = 32  # records whose shapes are looked at: the larger of the two sizes
+EXAMPLES = 32  # records whose shapes are used: the larger of the two sizes
 _FIXED_SHARE = 0.05
 _MEMORY_SHARE = 0.5
 _TIMED_SECONDS = 1.0
 
 
 def physical_batch_size(step: PrivateStep, example: Any, *, most: int, free_bytes: int | None = None) -> int:
-    """The micro-batch size to train with, at most `most`; `example` is a batch whose shapes alone are used.
+    """Choose the number of samples in memory at once.
 
-    Raises ValueError if not even one sample fits.
+    Args:
+        step: The private step. It releases nothing here.
+        example: A batch, of which only the shapes and dtypes are used.
+        most: The largest size allowed.
+        free_bytes: The free memory; None asks the system.
+
+    Returns:
+        The micro-batch size, from 1 to `most`.
+
+    Raises:
+        ValueError: One sample does not fit into half of the free memory.
     """
     device = step.trained[0].device
     inputs = synthetic(example, SeededRandomness(0).stream("sizing").seed())
@@ -47,23 +57,23 @@ def physical_batch_size(step: PrivateStep, example: Any, *, most: int, free_byte
 
         return accumulate
 
-    trial(small)()  # a warm-up
+    trial(small)()  # warm-up
     trials = {size: trial(size) for size in sorted({small, large})}
-    memory = _Line([(size, _peak_bytes(run, device)) for size, run in trials.items()])
+    memory = _Line([(size, peak_bytes(run, device)) for size, run in trials.items()])
     seconds = _Line(list(_best_seconds(trials, device).items()))
     step.check_again()
     fits = math.floor((_MEMORY_SHARE * free - memory.fixed) / memory.each) if memory.each > 0 else most
     if fits < 1:
         raise ValueError(
-            f"one sample of this model takes about {(memory.fixed + memory.each) / 2**20:.0f} MB, and of "
-            f"{free / 2**20:.0f} MB free half may be used: take a smaller model, or free memory"
+            f"one sample of this model takes about {(memory.fixed + memory.each) / 2**20:.0f} MB, more than half of "
+            f"the {free / 2**20:.0f} MB that are free: use a smaller model, or free memory"
         )
     enough = max(large, seconds.fixed * (1 / _FIXED_SHARE - 1) / seconds.each) if seconds.each > 0 else most
-    return max(1, min(8 * math.ceil(enough / 8), fits, most))  # hardware likes multiples of 8
+    return max(1, min(8 * math.ceil(enough / 8), fits, most))  # multiples of 8 suit the hardware
 
 
 class _Line:
-    """fixed + each * size through one or two points, with nothing below zero."""
+    """The line fixed + each * size through one or two points, with neither number below 0."""
 
     def __init__(self, points: list[tuple[int, float]]) -> None:
         (first, low), (last, high) = points[0], points[-1]
@@ -72,7 +82,7 @@ class _Line:
 
 
 def _best_seconds(trials: Mapping[int, Callable[[], None]], device: torch.device) -> dict[int, float]:
-    """The best time of each size, in turn: at least twice, and oftener where it takes milliseconds."""
+    """The best time of each size, measured in turns: at least twice, and more often if it takes milliseconds."""
     best = dict.fromkeys(trials, math.inf)
     rounds, begin = 0, time.perf_counter()
     while rounds < 2 or (rounds < 20 and time.perf_counter() - begin < _TIMED_SECONDS):
@@ -86,7 +96,19 @@ def _best_seconds(trials: Mapping[int, Callable[[], None]], device: torch.device
     return best
 
 
-def _peak_bytes(action: Callable[[], None], device: torch.device) -> float:
+def peak_bytes(action: Callable[[], None], device: torch.device) -> float:
+    """The largest memory that tensors created by an action occupy at one time.
+
+    Args:
+        action: What to run.
+        device: Where it allocates.
+
+    Returns:
+        The number of bytes.
+
+    >>> peak_bytes(lambda: torch.zeros(1000).sum(), torch.device("cpu"))
+    4004.0
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         action()
@@ -97,7 +119,7 @@ def _peak_bytes(action: Callable[[], None], device: torch.device) -> float:
 
 
 class _Peak(TorchDispatchMode):
-    """The most memory that tensors made meanwhile had at one time."""
+    """Adds up the storages of all tensors created meanwhile, and keeps the largest total."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +158,7 @@ def _free_bytes(device: torch.device) -> int:
     limit, used = _text(Path("/sys/fs/cgroup/memory.max")), _text(Path("/sys/fs/cgroup/memory.current"))
     if limit.strip().isdigit() and used.strip().isdigit():
         free.append(int(limit) - int(used))
-    return min(free, default=1 << 31)  # where the system does not say: two gigabytes
+    return min(free, default=1 << 31)  # 2 GB if the system does not tell
 
 
 def _text(path: Path) -> str:

@@ -1,1 +1,1 @@
-"""What was run, beside what the paper claims: a page, tables and pictures, made from records alone."""
+"""The report: results of runs next to the paper's claims, as a page, tables and images, made from records."""

@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else: tables are in it as they are, charts are drawn by its script."""
+"""The report as one self-contained HTML file. Its script draws the charts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import jinja2
 from pmlf.mechanism.filters import LowPass
 from pmlf.reproduction import paper
 from pmlf.reproduction.report import charts, theory, words
-from pmlf.reproduction.report.charts import Chart, Series
+from pmlf.reproduction.report.charts import Chart, ChartSeries
 from pmlf.reproduction.report.summary import Difference, Record, claims, named
-from pmlf.reproduction.report.tables import Panel, Trials, duration, panels, trials
+from pmlf.reproduction.report.tables import ResultTable, Trials, duration, panels, trials
 
-_PER_PAGE_FREQUENCIES = 101
-_LOWEST_GAIN = 1e-3  # a zero of the response would stretch the axis to 1e-17
+_FREQUENCIES = 101
+_LOWEST_GAIN = 1e-3  # a zero of the response would extend the axis to 1e-17
 
 
 def render(records: Sequence[Record], diagnostics: Sequence[dict[str, Any]]) -> str:
-    """The whole page."""
+    """The HTML page of records and diagnostics."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_asset), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -33,8 +33,8 @@ def render(records: Sequence[Record], diagnostics: Sequence[dict[str, Any]]) -> 
         artifacts=[_artifact(name, records) for name in paper.BY_NAME],
         views={record.key: _view(record, records) for record in records},
         tiles=_tiles(real),
-        told=[each for each in compared if each[1].told],
-        not_told=[each for each in compared if not each[1].told],
+        decided=[each for each in compared if each[1].decided],
+        undecided=[each for each in compared if not each[1].decided],
         recorded=bool(real),
         verdicts=words.verdicts(real),
         missing=words.missing(records),
@@ -48,10 +48,10 @@ def render(records: Sequence[Record], diagnostics: Sequence[dict[str, Any]]) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class _View:
-    """What the page shows of a record."""
+    """The content of the page for one record."""
 
     charts: list[Chart]
-    panels: list[Panel]
+    panels: list[ResultTable]
     differences: list[Difference]
     trials: list[Trials]
     rates: list[float]
@@ -100,14 +100,14 @@ def _tiles(records: Sequence[Record]) -> list[tuple[str, str]]:
     return [
         (
             f"{len({record.artifact for record in records if record.done})} of {len(paper.ARTIFACTS)}",
-            "artifacts measured beyond smoke, in whole or in part",
+            "artifacts with results beyond the smoke profile",
         ),
         (str(len(runs)), "private training runs, each with a certificate"),
-        (duration(seconds), "of training and evaluation, the runs added up"),
-        (str(len(over)), "runs whose true ε exceeds the one asked for"),
+        (duration(seconds), "of training and evaluation, summed over all runs"),
+        (str(len(over)), "runs whose true ε exceeds the target"),
         (
             f"{counts['holds']} · {counts['contradicted']} · {unclear}",
-            "of the paper's orderings hold · are contradicted · cannot be told",
+            "of the paper's orderings hold · are contradicted · are undecided",
         ),
     ]
 
@@ -116,13 +116,13 @@ def _filters() -> dict[str, Any]:
     series, rows = [], []
     for colour, (a, b) in enumerate(paper.FILTERS):
         low_pass = LowPass(a, b)
-        frequencies, response = low_pass.frequency_response(_PER_PAGE_FREQUENCIES)
+        frequencies, response = low_pass.frequency_response(_FREQUENCIES)
         gains = [abs(complex(value)) for value in response]
         label = paper.filter_label(a, b)
         points = [(float(f), g, g, g) for f, g in zip(frequencies, gains, strict=True) if g > _LOWEST_GAIN]
-        series.append(Series(name=label, points=points, colour=colour))
+        series.append(ChartSeries(name=label, points=points, colour=colour))
         rows.append((label, low_pass.noise_gain, low_pass.mean_delay, low_pass.is_convex))
-    title = "What is left of an oscillation, by its frequency"
+    title = "Gain by frequency"
     chart = Chart(kind="lines", title=title, x="cycles per step", y="gain", series=series, logarithmic=True)
     return {"chart": chart, "rows": rows}
 

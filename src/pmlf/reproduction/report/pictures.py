@@ -1,4 +1,4 @@
-"""The charts of records as pictures, by matplotlib: the same data that the page draws."""
+"""The charts of records as image files, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORMATS = ("png", "svg")
 
 
 def draw(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Every chart of every record, named after its record and numbered where there are several."""
+    """Draw every chart of every record into `folder`. Files have the name of the record and a number."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for record in records:
@@ -26,8 +26,8 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def picture(chart: Chart, path: Path, note: str) -> None:
-    """One chart into one file; what the paper claims is hollow."""
-    # Figure alone, without pyplot: it needs no display and leaves no figure behind.
+    """Draw one chart into one file. The paper's claims are hollow."""
+    # Figure instead of pyplot: no display needed, no global state
     from matplotlib.figure import Figure
 
     dots = chart.kind == "dots"

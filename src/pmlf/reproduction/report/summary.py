@@ -1,4 +1,4 @@
-"""Records summed up: means, deviations and paired differences over seeds, and what they say of the paper's claims."""
+"""Statistics of records: means, deviations and paired differences over seeds, and verdicts on the paper's claims."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a cell stands: what its neighbours share."""
+    """Dataset, model and epsilon: what the cells of a comparison share."""
 
     dataset: str
     model: str
@@ -36,19 +36,19 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Accuracy of `above` minus that of `below` in points, over seeds that both have."""
+    """Accuracy of `above` minus accuracy of `below`, in percentage points, over their common seeds."""
 
     place: Place
     above: str
     below: str
     mean: float
-    half_width: float | None  # of the paired 95% interval; None from a single seed
+    half_width: float | None  # of the paired 95 % confidence interval; None for a single seed
     seeds: int
-    runs: frozenset[str]  # keys of all that were compared: artifacts share runs, and so comparisons
+    runs: frozenset[str]  # keys of the compared runs; artifacts can share runs
 
     @property
     def verdict(self) -> str:
-        """What this says of the claim that `above` is above."""
+        """The verdict on the claim that `above` is better."""
         if self.half_width is None:
             return "one seed"
         if self.mean > self.half_width:
@@ -56,13 +56,13 @@ class Difference:
         return "contradicted" if self.mean < -self.half_width else "cannot tell"
 
     @property
-    def told(self) -> bool:
-        """Whether this says anything of it."""
+    def decided(self) -> bool:
+        """Whether the confidence interval excludes 0."""
         return self.verdict in ("holds", "contradicted")
 
 
-class Cell:
-    """One cell of a record, with its statistics. Accuracies are in per cent from here on."""
+class CellResult:
+    """One cell of a record, with its statistics. Accuracies are in per cent."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.document = document
@@ -74,7 +74,7 @@ class Cell:
 
     @property
     def accuracies(self) -> dict[int, float]:
-        """By seed."""
+        """Accuracy by seed."""
         return {run["seed"]: 100 * run["accuracy"] for run in self.runs}
 
     @property
@@ -87,7 +87,7 @@ class Cell:
 
     @property
     def epsilon(self) -> float | None:
-        """The true one, by the PLD accountant: the largest of its runs."""
+        """The largest true epsilon of the runs, by the PLD accountant."""
         return max((run["epsilon"] for run in self.runs), default=None)
 
     @property
@@ -96,7 +96,7 @@ class Cell:
 
     @property
     def curve(self) -> list[tuple[float, float, float, float]]:
-        """(epoch, mean, lowest, highest) of the evaluations that all runs have."""
+        """(epoch, mean, minimum, maximum) at the epochs that all runs have."""
         by_epoch: dict[float, list[float]] = {}
         for run in self.runs:
             for epoch, accuracy in run["curve"]:
@@ -106,7 +106,7 @@ class Cell:
 
 
 class Record:
-    """What one `pmlf reproduce` left."""
+    """The record of one artifact, profile and protocol, as `pmlf reproduce` wrote it."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.document = document
@@ -115,7 +115,7 @@ class Record:
         self.protocol: str = document["protocol"]
         self.command: str = document["command"]
         self.axis: str = document["axis"]
-        self.cells = [Cell(cell) for cell in document["cells"]]
+        self.cells = [CellResult(cell) for cell in document["cells"]]
 
     @property
     def key(self) -> str:
@@ -125,15 +125,18 @@ class Record:
     def places(self) -> list[Place]:
         return list(dict.fromkeys(cell.place for cell in self.cells))
 
-    def at(self, place: Place) -> list[Cell]:
+    def at(self, place: Place) -> list[CellResult]:
+        """The cells of a place."""
         return [cell for cell in self.cells if cell.place == place]
 
     @property
     def done(self) -> int:
+        """Number of complete runs."""
         return sum(len(cell.runs) for cell in self.cells)
 
     @property
     def planned(self) -> int:
+        """Number of planned runs."""
         return sum(cell.document["planned_seeds"] for cell in self.cells)
 
     @property
@@ -147,7 +150,7 @@ class Record:
 
     @property
     def machines(self) -> list[str]:
-        """What it ran on, each once."""
+        """The machines of the runs, each once."""
         found = [run["cost"] for cell in self.cells for run in cell.runs if run["cost"]]
         shown = (
             f"{cost['machine']['cpu']}, {cost['machine']['cores']} cores, {cost['threads']} thread"
@@ -159,12 +162,12 @@ class Record:
 
     @property
     def sources(self) -> dict[str, int]:
-        """How many runs each state of the source has made, by its digest; early ones did not note it."""
+        """Number of runs by digest of the source code. Some old records do not have it."""
         runs = [run for cell in self.cells for run in cell.runs]
-        return dict(Counter((run["cost"] or {"machine": {}})["machine"].get("code", "not noted") for run in runs))
+        return dict(Counter((run["cost"] or {"machine": {}})["machine"].get("code", "not recorded") for run in runs))
 
     def differences(self) -> Iterator[Difference]:
-        """The paper's claims of the kind "this is above that", as far as both were run."""
+        """The differences behind the paper's claims that one variant is better, if both have runs."""
         for claim in claims(self.artifact)["claims"]:
             for place in self.places:
                 if place.dataset != claim.get("dataset", place.dataset):
@@ -180,8 +183,8 @@ class Record:
                         yield found
 
 
-def difference(above: Cell | None, below: Cell | None) -> Difference | None:
-    """Paired over common seeds: same initial weights, same draws."""
+def difference(above: CellResult | None, below: CellResult | None) -> Difference | None:
+    """The difference of two cells, paired over common seeds; None if there are none."""
     if above is None or below is None:
         return None
     first, second = above.accuracies, below.accuracies
@@ -192,7 +195,7 @@ def difference(above: Cell | None, below: Cell | None) -> Difference | None:
     if len(pairs) > 1:
         from scipy.stats import t
 
-        # one record, as fine as a split tells: differences that are equal to it are luck
+        # at least one record, the resolution of a split: equal differences can be a coincidence
         finest = 100 / min(run["judged_records"] for run in (*above.runs, *below.runs))
         deviation = max(statistics.stdev(pairs), finest)
         half_width = float(t.ppf(0.975, len(pairs) - 1)) * deviation / len(pairs) ** 0.5
@@ -209,19 +212,19 @@ def difference(above: Cell | None, below: Cell | None) -> Difference | None:
 
 @cache
 def paper_numbers() -> dict[str, Any]:
-    """The paper's own numbers and statements: claims, never results."""
+    """The paper's numbers and statements."""
     numbers: dict[str, Any] = json.loads((resources.files("pmlf") / "assets" / "paper_numbers.json").read_text())
     return numbers
 
 
 def claims(artifact: str) -> dict[str, Any]:
-    """What the paper says in one artifact."""
+    """The paper's numbers and statements of one artifact."""
     found: dict[str, Any] = paper_numbers()[artifact]
     return found
 
 
 def claimed(artifact: str, place: Place, variant: str) -> dict[str, Any] | None:
-    """The paper's number for a cell, if its dataset, model, variant and epsilon are the paper's."""
+    """The paper's number for a cell, if it has one for this dataset, model, variant and epsilon."""
     wanted = (place.dataset, place.model, variant, place.epsilon)
     for cell in claims(artifact)["cells"]:
         if (cell["dataset"], cell["model"], cell["variant"], float(cell["epsilon"])) == wanted:
@@ -230,23 +233,27 @@ def claimed(artifact: str, place: Place, variant: str) -> dict[str, Any] | None:
 
 
 def _numbers_say_otherwise(artifact: str, place: Place, above: str, below: str) -> bool:
-    """Whether the paper's own numbers go against its general claim here."""
+    """Whether the paper's numbers contradict its general claim here."""
     higher, lower = claimed(artifact, place, above), claimed(artifact, place, below)
     return higher is not None and lower is not None and higher["mean"] <= lower["mean"]
 
 
 def named(name: str) -> str:
-    """A dataset or model as it is usually written."""
+    """The usual spelling of a dataset or model."""
     return NAMES.get(name, name)
 
 
 def read(folders: Sequence[Path]) -> tuple[list[Record], list[dict[str, Any]]]:
-    """All records and all diagnostics of some folders, in the paper's order; the later of two with the same name."""
+    """Read all records and diagnostics of some folders, in the paper's order. Of equal names, the last counts.
+
+    Raises:
+        ValueError: If a folder does not exist, a file is damaged, or there is nothing to report.
+    """
     records: dict[str, Record] = {}
     diagnostics: list[dict[str, Any]] = []
     for folder in folders:
         if not folder.is_dir():
-            raise ValueError(f"{str(folder)!r} is not a folder: give one that `pmlf reproduce` wrote")
+            raise ValueError(f"{str(folder)!r} is not a folder: give a folder that `pmlf reproduce` wrote")
         for path in sorted(folder.glob("*.json")):
             document = _document(path)
             if document.get("artifact") in paper.BY_NAME:
@@ -256,8 +263,8 @@ def read(folders: Sequence[Path]) -> tuple[list[Record], list[dict[str, Any]]]:
             diagnostics.append(_document(path))
     if not records and not diagnostics:
         raise ValueError(
-            f"there is no record in {', '.join(map(str, folders))}: run `pmlf reproduce table-4 --profile smoke`, for "
-            "example, and give its folder"
+            f"there is no record in {', '.join(map(str, folders))}: run for example `pmlf reproduce table-4 --profile "
+            "smoke` and give its folder"
         )
 
     def order(record: Record) -> tuple[int, int, int]:
@@ -271,5 +278,5 @@ def _document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
     except (ValueError, OSError) as error:
-        raise ValueError(f"{str(path)!r} cannot be read as JSON: put the file back as it was written") from error
+        raise ValueError(f"{str(path)!r} is not valid JSON: restore the file") from error
     return document if isinstance(document, dict) else {}

@@ -1,16 +1,16 @@
-"""Tables of a record, as rows of plain values: for the page, Markdown and LaTeX alike."""
+"""Tables of a record as plain values, for the page, Markdown and LaTeX."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pmlf.reproduction.report.summary import Cell, Record, claimed, named
+from pmlf.reproduction.report.summary import CellResult, Record, claimed, named
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Measured mean and deviation over seeds in per cent, and what the paper claims for the same cell."""
+    """Measured mean and standard deviation over seeds, in per cent, and the paper's claim for the same cell."""
 
     mean: float | None
     deviation: float | None
@@ -19,19 +19,20 @@ class Entry:
     claim: str | None
 
     def measured(self, plus_minus: str = "±") -> str:
+        """Mean and deviation as text."""
         if self.mean is None:
             return "-"
         return f"{self.mean:.2f}" + ("" if self.deviation is None else f" {plus_minus} {self.deviation:.2f}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Panel:
-    """Rows are variants, columns epsilons, on one dataset with one model."""
+class ResultTable:
+    """Results on one dataset with one model: a row per variant, a column per epsilon."""
 
     title: str
     epsilons: Sequence[float]
     rows: Sequence[tuple[str, Sequence[Entry]]]
-    seeds: int | None  # of every cell; None where they differ
+    seeds: int | None  # of every cell; None if they differ
 
     @property
     def title_with_seeds(self) -> str:
@@ -40,7 +41,7 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """What each rate of the grid reached on the held-out records, and the rate that was chosen."""
+    """The accuracy of each learning rate on the held-out records, and the chosen rate."""
 
     label: str
     accuracies: Mapping[float, float]
@@ -49,12 +50,12 @@ class Trials:
 
     @property
     def at_an_end(self) -> bool:
-        """Whether the best rate may lie outside the grid."""
+        """Whether the chosen rate is the smallest or the largest, so that the best may lie outside the grid."""
         return self.chosen is not None and self.chosen in (min(self.accuracies), max(self.accuracies))
 
 
-def panels(record: Record) -> list[Panel]:
-    """A table a dataset and model of which something was run."""
+def panels(record: Record) -> list[ResultTable]:
+    """One table for each dataset and model that has runs."""
     found = []
     for dataset, model in dict.fromkeys((place.dataset, place.model) for place in record.places):
         mine = [c for c in record.cells if (c.place.dataset, c.place.model) == (dataset, model)]
@@ -70,12 +71,12 @@ def panels(record: Record) -> list[Panel]:
             for variant in variants
         ]
         seeds = counts.pop() if len(counts) == 1 else None
-        found.append(Panel(title=f"{named(dataset)}, {named(model)}", epsilons=epsilons, rows=rows, seeds=seeds))
+        found.append(ResultTable(title=f"{named(dataset)}, {named(model)}", epsilons=epsilons, rows=rows, seeds=seeds))
     return found
 
 
 def trials(record: Record) -> list[Trials]:
-    """What tuning tried."""
+    """The tuning trials of a record."""
     return [
         Trials(
             label=f"{cell.place}: {cell.variant}",
@@ -89,7 +90,7 @@ def trials(record: Record) -> list[Trials]:
 
 
 def duration(seconds: float) -> str:
-    """Hours where there are some.
+    """Seconds as text, in minutes or hours if they are many.
 
     >>> duration(30), duration(90), duration(7260)
     ('30 s', '1.5 min', '2.0 h')
@@ -99,14 +100,14 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
-def _best(cells: Sequence[Cell]) -> float | None:
-    """The highest mean, where all have the same seeds: of different ones a mean says less than their differences."""
+def _best(cells: Sequence[CellResult]) -> float | None:
+    """The highest mean, if all cells have the same seeds; otherwise means are not comparable."""
     if len({frozenset(cell.accuracies) for cell in cells}) > 1:
         return None
     return max((cell.mean for cell in cells if cell.mean is not None), default=None)
 
 
-def _entry(record: Record, cell: Cell | None, best: float | None) -> Entry:
+def _entry(record: Record, cell: CellResult | None, best: float | None) -> Entry:
     if cell is None:
         return Entry(mean=None, deviation=None, seeds=0, best=False, claim=None)
     claim = claimed(record.artifact, cell.place, cell.variant)

@@ -1,4 +1,4 @@
-"""The results as Markdown, in words and tables, and the tables as LaTeX. Made from records, never by hand."""
+"""The results as Markdown, with sentences and tables, and the tables as LaTeX."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from typing import Any
 from pmlf.reproduction import paper
 from pmlf.reproduction.report import theory, words
 from pmlf.reproduction.report.summary import Record, claims
-from pmlf.reproduction.report.tables import Panel, panels, trials
+from pmlf.reproduction.report.tables import ResultTable, panels, trials
 
 _HEAD = """# Results
 
-Made by `pmlf report docs/results/reproduction --markdown docs/results.md` from the records stored there, not by hand;
-the same command's `--out` is a page with charts, learning curves and certificates. What the paper claims is marked as
-the paper's. Accuracies are per cent on the test split, mean ± standard deviation over seeds. Differences are paired
-over seeds (same initial weights, same draws) with a 95 % interval in parentheses (Student's t); "cannot be told" means
-that the interval holds 0. A deviation of differences below one test record counts as one. Bold is the best mean of a
-column in which all have the same seeds.
+This page is made by `pmlf report docs/results/reproduction --markdown docs/results.md` from the records in that
+folder. The same command writes an HTML page with charts, learning curves and certificates (`--out`). The paper's
+numbers are marked as such. Accuracies are in per cent on the test split: mean ± standard deviation over seeds.
+Differences are paired over seeds (same initial weights, same batches), with a 95 % confidence interval in parentheses
+(Student's t). "Undecided" means that the interval includes 0. The standard deviation of differences counts as at least
+one test record. The best mean of a column is bold, if all cells of the column have the same seeds.
 """
 
 
 def markdown(records: Sequence[Record], diagnostics: Sequence[dict[str, Any]]) -> str:
-    """The whole document; smoke runs are left out, they mean nothing."""
+    """The Markdown document. It leaves smoke runs out."""
     real = [record for record in records if record.profile != "smoke"]
     parts = [_HEAD, _items(words.verdicts(real))]
-    parts.append("## Still to run\n\n" + _items(words.missing(records)))
+    parts.append("## Not run yet\n\n" + _items(words.missing(records)))
     for record in real:
         if record.done:
             parts.append(_record(record, real))
     for document in diagnostics:
         parts.append(_diagnostics(theory.view(document)))
-    parts.append("## Where the published numbers cannot be compared\n\n" + _items(words.NOT_COMPARABLE))
+    parts.append("## Limits of the comparison with the paper\n\n" + _items(words.NOT_COMPARABLE))
     return "\n".join(parts)
 
 
 def latex(records: Sequence[Record]) -> str:
-    """A table a panel, for booktabs; the best of a column is bold."""
+    """The tables in LaTeX, with booktabs. The best of a column is bold."""
     return "\n".join(_latex_panel(panel, record) for record in records if record.done for panel in panels(record))
 
 
 def _record(record: Record, records: Sequence[Record]) -> str:
-    said = claims(record.artifact)["statements"]
+    statements = claims(record.artifact)["statements"]
     parts = [f"## {paper.BY_NAME[record.artifact].title} ({record.artifact}, {record.profile}, {record.protocol})\n"]
-    parts.append("The paper says: " + " ".join(said) + "\n")
+    parts.append("The paper says: " + " ".join(statements) + "\n")
     found = [*words.findings(record), *words.tuning(record, records)]
     if found:
         parts.append("Measured:\n\n" + _items(found))
@@ -66,10 +66,10 @@ def _record(record: Record, records: Sequence[Record]) -> str:
 
 
 def _chosen(rate: float | None, at_an_end: bool) -> str:
-    return "" if rate is None else f"{rate:g}" + (" (an end of the grid)" if at_an_end else "")
+    return "" if rate is None else f"{rate:g}" + (" (end of the grid)" if at_an_end else "")
 
 
-def _panel(panel: Panel) -> str:
+def _panel(panel: ResultTable) -> str:
     rows = []
     for variant, cells in panel.rows:
         shown = []
@@ -85,7 +85,7 @@ def _panel(panel: Panel) -> str:
 
 def _diagnostics(view: dict[str, Any]) -> str:
     head = ["quantity", "theory", "measured", "what it means"]
-    begin = f"## Theory beside measurement: {view['title']}\n\n`{view['command']}`\n\n"
+    begin = f"## Theory and measurement: {view['title']}\n\n`{view['command']}`\n\n"
     return begin + _table(head, [list(row) for row in view["rows"]])
 
 
@@ -98,7 +98,7 @@ def _items(lines: Sequence[str]) -> str:
     return "".join(f"- {line}\n" for line in lines) or "Nothing.\n"
 
 
-def _latex_panel(panel: Panel, record: Record) -> str:
+def _latex_panel(panel: ResultTable, record: Record) -> str:
     def entry(cell: Any) -> str:
         value = cell.measured(r"$\pm$")
         return rf"\textbf{{{value}}}" if cell.best else value

@@ -1,10 +1,10 @@
-"""What the theory predicts beside what an instrumented run measured."""
+"""Predictions of the theory next to the measurements of a run with diagnostics."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pmlf.reproduction.report.charts import Chart, Series
+from pmlf.reproduction.report.charts import Chart, ChartSeries
 from pmlf.reproduction.report.summary import named
 
 _SPECTRA = {
@@ -16,9 +16,9 @@ _SPECTRA = {
 
 
 def view(document: dict[str, Any]) -> dict[str, Any]:
-    """Charts and a table of one instrumented run."""
+    """Charts and a table of one run with diagnostics."""
     run = document["run"]
-    kept = "gradients as they are" if document["sketch"] is None else f"sketches of {document['sketch']} sums"
+    kept = "exact gradients" if document["sketch"] is None else f"sketches of {document['sketch']} sums"
     return {
         "title": f"{run['method']}, {named(run['model'])} on {named(run['dataset'])}, {_budget(run)}, "
         f"{document['steps']} steps, seed {run['seed']}, {document['probed_records']} probed records, {kept}",
@@ -34,13 +34,15 @@ def _budget(run: dict[str, Any]) -> str:
 
 def _autocorrelation(document: dict[str, Any]) -> Chart:
     points = [(float(lag), value, value, value) for lag, value in enumerate(document["autocorrelation"])]
-    series = [Series(name="c_r, measured", points=points, colour=0)]
+    series = [ChartSeries(name="c_r, measured", points=points, colour=0)]
     return Chart(kind="lines", title="Autocorrelation of the gradient", x="lag r, steps", y="c_r", series=series)
 
 
 def _spectra(document: dict[str, Any]) -> Chart:
     series = [
-        Series(name=label, points=[(f, power, power, power) for f, power in document["spectra"][name]], colour=colour)
+        ChartSeries(
+            name=label, points=[(f, power, power, power) for f, power in document["spectra"][name]], colour=colour
+        )
         for colour, (name, label) in enumerate(_SPECTRA.items())
     ]
     title = "Power of signal and noise by frequency"
@@ -57,25 +59,25 @@ def _rows(document: dict[str, Any]) -> list[tuple[str, str, str, str]]:
             "noise variance left by the filter",
             f"{gain['theory']:.4f}",
             f"{gain['measured']:.4f}",
-            "sum of squared filter weights; the noise is white, so the two should agree",
+            "sum of squared filter weights; both should agree, because the noise is white",
         ),
         (
             "signal-to-noise power",
             "-",
             f"{ratio['before']:.3g} before, {ratio['after']:.3g} after",
-            "the filter helps as far as the gradient keeps its direction for longer than the filter's delay",
+            "the filter helps if the gradient keeps its direction for longer than the filter's delay",
         ),
         (
             "variance reduction of a sample's gradient, ρ²",
             f"{variance['theory']:.3f}",
             f"{variance['measured']:.3f}",
-            "theory: a sample's noise is independent between iterates (Assumption 5); 1 is no reduction at all",
+            "the theory assumes independent noise of a sample between iterates (Assumption 5); 1 is no reduction",
         ),
         (
-            "clipping bias, part of the gradient's norm",
+            "clipping bias, relative to the gradient's norm",
             "less with momentum",
             f"{clipping['bias_without_momentum']:.4f} without, {clipping['bias_with_momentum']:.4f} with momentum",
-            "distance of the mean clipped gradient (or momentum) from the mean gradient",
+            "distance between the mean clipped gradient (or momentum) and the mean gradient",
         ),
         (
             "samples clipped",
@@ -88,7 +90,7 @@ def _rows(document: dict[str, Any]) -> list[tuple[str, str, str, str]]:
             "Γ_DP from the measured c_r",
             "-",
             f"{gamma['dp']:.3g}",
-            "Theorem 1 divides the noise term by it, 1 for DPSGD",
+            "Theorem 1 divides the noise term by it; it is 1 for DPSGD",
         ),
         ("Γ_SGD from the measured c_r", "-", "-" if gamma["sgd"] is None else f"{gamma['sgd']:.3g}", undefined),
     ]

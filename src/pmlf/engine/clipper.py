@@ -1,0 +1,125 @@
+"""Sums of clipped vectors, one a sample, that carry their own sensitivity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmlf.engine.arithmetic import wide_dtype
+from pmlf.engine.gradients import Workspace
+from pmlf.engine.momentum import Clipping, SampleMomentum
+from pmlf.engine.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedSum:
+    """A sum over samples, by parameter. Adding or removing one sample moves it by at most `sensitivity`."""
+
+    values: Mapping[str, Tensor]
+    sensitivity: float
+
+
+class Clipper:
+    """Clips every sample's momentum once, over all parameters together, and adds them up.
+
+    Args:
+        parameters: Names of the trained parameters, in the model's order.
+        clip_norm: Largest norm C of what one sample adds.
+        clipping: "flat" scales v by min(1, C/|v|), "automatic" by C/(|v| + 0.01).
+        wide: Whether sums are kept in float64, for many samples.
+        strategy: How gradients are formed; the cheapest way by default.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[str],
+        *,
+        clip_norm: float,
+        clipping: Clipping = "flat",
+        wide: bool = False,
+        strategy: Strategy | None = None,
+    ) -> None:
+        self._parameters = tuple(parameters)
+        self._clip_norm = clip_norm
+        self._clipping: Clipping = clipping
+        self._workspace = Workspace(strategy)
+        self._buffers = _SumBuffers(wide=wide)
+
+    def momentum(self, samples: int, points: int) -> SampleMomentum:
+        """An empty momentum of some samples, for as many evaluation points."""
+        return SampleMomentum(self._parameters, samples, points, self._workspace)
+
+    def add(
+        self, momenta: Iterable[SampleMomentum], before: ClippedSum | None, like: Mapping[str, Tensor]
+    ) -> tuple[ClippedSum, list[Tensor]]:
+        """The sum before and the clipped momenta, in memory of its own: what was before stays as it is.
+
+        Args:
+            momenta: Of the samples to add; each is used up before the next is asked for.
+            before: The sum so far, if there is one.
+            like: The trained parameters, for shapes, precision and device.
+
+        Returns:
+            The new sum, and the norms of the samples, never understated.
+        """
+        so_far = None if before is None else before.values
+        into = self._buffers.other_than(so_far, like)
+        norms = []
+        for momentum in momenta:
+            norms.append(momentum.write_clipped_sum(self._clip_norm, self._clipping, so_far, into))
+            so_far = into
+        return ClippedSum(values=into, sensitivity=self._clip_norm), norms
+
+    def nothing(self, like: Mapping[str, Tensor]) -> ClippedSum:
+        """The sum of no samples."""
+        values = self._buffers.other_than(None, like)
+        for name in self._parameters:
+            values[name].zero_()
+        return ClippedSum(values=values, sensitivity=self._clip_norm)
+
+    def give_away(self, total: ClippedSum) -> None:
+        """Never write to the memory of this sum again: somebody else has it."""
+        self._buffers.give_away(total.values)
+
+
+class _SumBuffers:
+    """Memory for the sum of a logical batch, twice: a micro-batch's sum is written beside the one before it, so that
+    an interrupted one changes nothing. `wide` is in float64, for many samples."""
+
+    def __init__(self, *, wide: bool = False) -> None:
+        self._wide = wide
+        self._sets: list[_Sums] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_wide": self._wide, "_sets": []}  # what is in them is sensitive: neither copied nor written to a file
+
+    def give_away(self, current: Mapping[str, Tensor]) -> None:
+        self._sets = [kept for kept in self._sets if kept is not current]
+
+    def other_than(self, current: Mapping[str, Tensor] | None, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Uninitialised tensors for the parameters, at least float32, that are not the ones in use."""
+        self._sets = [kept for kept in self._sets if all(t.device == parameters[n].device for n, t in kept.items())]
+        for kept in self._sets:
+            if kept is not current:
+                return kept
+        self._sets.append(_Sums(parameters, self._wide))
+        return self._sets[-1]
+
+
+class _Sums(dict[str, Tensor]):
+    """Made when first written to: by then the factors of the parameter before it have gone."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], wide: bool) -> None:
+        super().__init__()
+        self._parameters = parameters
+        self._wide = wide
+
+    def __missing__(self, name: str) -> Tensor:
+        like = self._parameters[name]
+        dtype = torch.promote_types(like.dtype, wide_dtype(like) if self._wide else torch.float32)
+        self[name] = torch.empty(like.shape, dtype=dtype, device=like.device)
+        return self[name]

@@ -1,0 +1,132 @@
+"""Convolutions as uses: the left factor is the gradient at an output pixel, the right one the input patch under it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pmlf.engine.arithmetic import blank, wide_dtype
+from pmlf.engine.factors import Factors, Order, Scratch, Wide, Window
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patches(Factors):
+    """Convolutions: left is the gradient at an output pixel, right the input patch under it, channels innermost."""
+
+    input: Tensor  # (samples * windows, channels, *space)
+    grad: Tensor  # (samples * windows, groups * rows, *space)
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...]  # as F.pad takes it
+    padding_mode: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.grad.dtype
+
+    @property
+    def form_key(self) -> tuple[Any, ...]:
+        shapes = self.input.shape[1:], self.grad.shape[2:], self._windows
+        return *super().form_key, *shapes, self.kernel, self.stride, self.dilation
+
+    @property
+    def _windows(self) -> int:
+        return self.grad.shape[0] // self.samples
+
+    @property
+    def window(self) -> Window | None:
+        """None too where inner products of patches are fewer."""
+        if self.groups > 1 or self._windows > 1 or set(self.stride) | set(self.dilation) != {1}:
+            return None
+        space = tuple(size + k - 1 for size, k in zip(self.grad.shape[2:], self.kernel, strict=True))
+        taps = self.cols // self.input.shape[1]
+        window = Window(space=space, kernel=self.kernel)
+        return window if window.pixels**2 < self.tokens**2 * taps else None
+
+    @property
+    def gram_operations(self) -> int:
+        window = self.window
+        if window is None:
+            return self.groups * self.tokens * self.tokens * (self.rows + self.cols)
+        return self.tokens * self.tokens * self.rows + window.pixels * window.pixels * self.input.shape[1]
+
+    @property
+    def gram_size(self) -> int:
+        window = self.window
+        if window is None:
+            return super().gram_size
+        sides = self.tokens * self.rows + window.pixels * self.input.shape[1]
+        return sides + window.pixels**2 + 2 * self.tokens**2
+
+    @property
+    def form_touches(self) -> int:
+        return 2 * self.size + 2 * self.groups * self.tokens * self.cols  # patches are written out
+
+    @property
+    def stored(self) -> int:
+        return self._windows * (self.input[0].numel() + self.grad[0].numel())
+
+    def sides(self, chosen: slice) -> tuple[Tensor, Tensor]:
+        patches = self._pixels(chosen)  # (m, *space, channels)
+        for axis, (size, stride, gap) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True), 1):
+            patches = patches.unfold(axis, (size - 1) * gap + 1, stride)[..., ::gap]
+        dims = len(self.kernel)
+        # (m, *out, channels, *kernel) -> (n, windows, *out, taps..., groups, channels / groups)
+        patches = patches.movedim(1 + dims, -1).unflatten(-1, (self.groups, -1)).unflatten(0, (-1, self._windows))
+        right = patches.movedim(-2, 1).reshape(-1, self.groups, self.tokens, self.cols)
+        return self._left(chosen), right
+
+    def wide(self, chosen: slice, window: Window | None) -> Wide:
+        if window is None:
+            left, right = self.sides(chosen)
+        else:
+            left, right = self._left(chosen), self._pixels(chosen).flatten(1, -2).unsqueeze(1)
+        dtype = wide_dtype(left)
+        return Wide(left=left.to(dtype), right=right.to(dtype), window=window)
+
+    def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
+        per_row = scale.to(self.grad).repeat_interleave(self._windows)
+        scaled = torch.mul(self.grad, per_row.view(-1, *[1] * (self.grad.ndim - 1)), out=scratch(self.grad))
+        dims = len(self.kernel)
+        input, padding = self.input, self.padding[::-2]
+        if self.padding_mode != "constant" or self.padding[::2] != self.padding[1::2]:
+            input, padding = self._padded(self.input), (0,) * dims
+        gradient = torch.ops.aten.convolution_backward(
+            scaled, input, scaled.new_empty(1).expand(out.shape), None, self.stride, padding, self.dilation,
+            False, (0,) * dims, self.groups, (False, True, False),
+        )[1]  # fmt: skip
+        out.add_(gradient) if add else out.copy_(gradient)
+
+    def without(self, refused: Tensor) -> Patches:
+        rows = refused.repeat_interleave(self._windows)
+        return replace(self, input=blank(self.input, rows), grad=blank(self.grad, rows))
+
+    @property
+    def order(self) -> Order:
+        return "channels last"
+
+    def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
+        left, right = self.sides(chosen)
+        into = out.view(-1, self.rows, self.cols)  # (n * groups, rows, cols)
+        torch.baddbmm(into, left.flatten(0, 1).mT, right.flatten(0, 1), beta=1 if add else 0, out=into)
+
+    def arranged(self, flat: Tensor, shape: torch.Size) -> Tensor:
+        return flat.view(shape[0], *self.kernel, shape[1]).movedim(-1, 1)
+
+    def _padded(self, input: Tensor) -> Tensor:
+        return F.pad(input, self.padding, mode=self.padding_mode) if any(self.padding) else input
+
+    def _pixels(self, chosen: slice) -> Tensor:
+        """Padded inputs of some samples, (m, *space, channels)."""
+        part = slice(chosen.start * self._windows, chosen.stop * self._windows)
+        return self._padded(self.input[part]).movedim(1, -1).contiguous()
+
+    def _left(self, chosen: slice) -> Tensor:
+        part = slice(chosen.start * self._windows, chosen.stop * self._windows)
+        grad = self.grad[part].flatten(2).mT  # (m, out, channels)
+        return grad.reshape(-1, self.tokens, self.groups, self.rows).transpose(1, 2)

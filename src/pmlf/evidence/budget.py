@@ -1,0 +1,186 @@
+"""The privacy budget of a run: what it has spent, and whether it may take another step."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from pmlf.evidence.ledger import Ledger, Position
+from pmlf.evidence.tally import PrivacyPlan, Session, Tally, Trial
+from pmlf.mechanism import accounting
+from pmlf.mechanism.accounting import Event
+
+
+class MemoryLedger:
+    """Counts events in memory, for a run without a ledger file."""
+
+    dataset = None
+    position = None
+
+    def __init__(self) -> None:
+        self.run = secrets.token_hex(8)
+        self.tally = Tally()
+        self._session: Session | None = None
+
+    def spend(self, session: Session, *, step: int) -> None:
+        """Count the event of a step."""
+        if not session.continues(self._session):
+            self._session = session
+            self.tally.begin(session)
+        self.tally.add(step)
+
+
+class BudgetGuard:
+    """Compares what a run, and all runs in its ledger, have spent with the target epsilon.
+
+    Events of one kind compose by PLD. If their kind or their plan may depend on earlier results (other runs in the
+    ledger, a plan made longer), they compose by an RDP filter, which allows such choices. If a run starts again or
+    repeats steps, the number of events may depend on results; then the target epsilon is what holds.
+
+    Args:
+        plan: What the run is going to spend.
+        replayable: Whether a seed makes repeated steps release the same numbers.
+        ledger: The ledger to write to; None counts in memory.
+
+    >>> event = Event(noise_multiplier=1.0, sample_rate=0.1)
+    >>> guard = BudgetGuard(PrivacyPlan(event=event, steps=20, delta=1e-5, target_epsilon=2.0), replayable=False)
+    >>> while guard.affords(guard.run_events):
+    ...     guard.spend(guard.run_events)
+    >>> guard.run_events, guard.epsilon() <= 2.0
+    (2, True)
+    """
+
+    def __init__(self, plan: PrivacyPlan, *, replayable: bool, ledger: Ledger | None = None) -> None:
+        self._ledger = ledger or MemoryLedger()
+        self._plan = plan
+        trial = Trial(run=self._ledger.run, beginning=secrets.token_hex(8), plan=plan)
+        self._session = Session.of(trial, replayable=replayable)
+        self._affordable = 0  # this many events of the plan's kind fit the target ...
+        self._beside: dict[Event, int] = {}  # ... beside these
+
+    def __getstate__(self) -> None:
+        raise TypeError("a budget is spent once: it cannot be copied or pickled, save its state_dict()")
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """What the run is going to spend. It cannot be replaced."""
+        return self._plan
+
+    @property
+    def dataset(self) -> str | None:
+        """The dataset's name in the ledger; None without a ledger."""
+        return self._ledger.dataset
+
+    @property
+    def tally(self) -> Tally:
+        """What all runs in the ledger have spent, including this one."""
+        return self._ledger.tally
+
+    @property
+    def run_events(self) -> int:
+        """The number of events of this run: its steps, and steps that were repeated with fresh noise."""
+        return self.tally.events_of(self._session.run)
+
+    @property
+    def filtered(self) -> bool:
+        """Whether a plan in the ledger may depend on earlier releases, so that an RDP filter composes."""
+        return any(trial.key != self._session.trial.key for trial in self.tally.trials)
+
+    @property
+    def as_planned(self) -> bool:
+        """Whether all events belong to one start of one plan, so that their number depends on no result."""
+        one_beginning = all(trial == self._session.trial for trial in self.tally.trials)
+        return one_beginning and self.run_events <= self._plan.steps
+
+    @property
+    def guards_longer_plans(self) -> bool:
+        """Whether a plan may be made longer: this needs a ledger that records it, and a target to stop at."""
+        return isinstance(self._ledger, Ledger) and self._plan.target_epsilon is not None
+
+    def claim(self) -> float | None:
+        """The epsilon that holds for everything in the ledger, whatever results were seen; None if none does."""
+        plan = self._plan
+        if self.as_planned:
+            return accounting.epsilon(**asdict(plan.event), steps=plan.steps, delta=plan.delta)
+        target = plan.target_epsilon
+        if target is None or not all(self._bounded_by(target, trial) for trial in self.tally.trials):
+            return None
+        return target if self.epsilon() <= target else None
+
+    def _bounded_by(self, target: float, trial: Trial) -> bool:
+        """Whether a trial had a target too, not above this one and at the same delta.
+
+        A target that is set or lowered after results does not bound the trials before it.
+        """
+        own = trial.plan
+        return own.target_epsilon is not None and own.target_epsilon <= target and own.delta == self._plan.delta
+
+    def affords(self, step: int) -> bool:
+        """Whether the total stays within the target epsilon after this step; always True without a target."""
+        target, event = self._plan.target_epsilon, self._plan.event
+        if target is None or self.tally.replays(self._session, step):
+            return True
+        count = self.tally.events.get(event, 0) + 1
+        beside = {other: n for other, n in self.tally.events.items() if other != event}
+        if count > self._affordable or beside != self._beside:  # other runs may spend from the same ledger
+            self._beside = beside
+            self._affordable = accounting.affordable_steps(
+                event,
+                at_most=max(count, self._plan.steps),
+                target_epsilon=target,
+                delta=self._plan.delta,
+                accountant="rdp" if self.filtered else "pld",
+                spent=beside,
+            )
+        return count <= self._affordable
+
+    def spend(self, step: int) -> None:
+        """Record that a step is about to be released; with a ledger it is on the disk when this returns."""
+        self._ledger.spend(self._session, step=step)
+
+    def epsilon(self) -> float:
+        """Epsilon spent by all events in the ledger."""
+        event, delta = self._plan.event, self._plan.delta
+        if self.filtered:
+            return accounting.filter_epsilon(self.tally.events, delta=delta)
+        return accounting.epsilon(**asdict(event), steps=self.tally.events.get(event, 0), delta=delta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of events since the run's start, its random name, and the position in the ledger."""
+        position = self._ledger.position
+        return {
+            "events": self.tally.events_since(self._session.beginning),
+            "beginning": self._session.beginning,
+            "position": None if position is None else asdict(position),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state; what was spent since then stays spent.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ValueError: The state was saved with another ledger, or with one where this run has none.
+        """
+        position, events = state["position"], state["events"]
+        if (position is None) != isinstance(self._ledger, MemoryLedger):
+            raise ValueError(
+                "the state was saved without a ledger, so its steps are not in this one: resume without a ledger"
+                if position is None
+                else "the state was saved with a ledger: resume with the same one, so that no step is missing from it"
+            )
+        if isinstance(self._ledger, Ledger):
+            self._ledger.require(Position(**position))
+        self._session = replace(self._session, beginning=state["beginning"])
+        if isinstance(self._ledger, MemoryLedger):
+            for step in range(self.tally.events_since(self._session.beginning), events):
+                self._ledger.spend(self._session, step=step)
+
+
+def continued_noise(ledger: Ledger) -> float | None:
+    """The noise multiplier with which the ledger's run began; None for a new run."""
+    trials = (trial for trial in ledger.tally.trials if trial.run == ledger.run)
+    return next((trial.plan.event.noise_multiplier for trial in trials), None)

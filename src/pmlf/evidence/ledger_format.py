@@ -1,0 +1,171 @@
+"""The format of a ledger: lines of JSON, each with a digest that includes the digest of the line before.
+
+    {"ledger": 2, "dataset": "patients"} 5f0c...
+    {"run": "b1946ac9", "beginning": "77de68da", "sample_rate": 0.01, "noise_multiplier": 1.1, ...} 02d4...
+    {"step": 0} 9d5e...
+    {"step": 1} 4c1b...
+
+The events after a run's line belong to that run. A resumed run writes its line again. A changed or missing line is
+detected. The digests have no key: they detect accidents, not forgery.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pmlf.evidence.tally import Session, Tally
+
+_VERSION = 2
+_DIGEST_BYTES = 16
+
+
+def header(dataset: str) -> str:
+    """The text of the first line."""
+    return json.dumps({"ledger": _VERSION, "dataset": dataset})
+
+
+def session_text(session: Session) -> str:
+    """The text of the line with which a run begins or resumes."""
+    return json.dumps(asdict(session))
+
+
+def event_text(step: int) -> str:
+    """The text of an event's line.
+
+    >>> event_text(3)
+    '{"step": 3}'
+    """
+    return json.dumps({"step": step})
+
+
+def digest(text: str, before: str) -> str:
+    """The digest of a line with this text, after a line with the digest `before` ("" for the first line)."""
+    return hashlib.blake2b((before + text).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def line(text: str, before: str) -> bytes:
+    """A complete line, as it is written to the file."""
+    return f"{text} {digest(text, before)}\n".encode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerContents:
+    """The events of a ledger, its digests line by line, and where its complete lines end."""
+
+    tally: Tally
+    digests: list[str]
+    whole_bytes: int  # length of all complete lines
+    cut_short: bool  # whether an incomplete line follows them
+
+
+def parse(content: bytes, path: Path, dataset: str | None) -> LedgerContents:
+    """Read the content of a ledger.
+
+    Args:
+        content: the bytes of the file.
+        path: the file's name, for error messages.
+        dataset: refuse a ledger of another dataset; None accepts any.
+
+    Returns:
+        What the complete lines say. An incomplete last line is reported, not counted.
+
+    Raises:
+        ValueError: a line is damaged, not allowed at its place, or of another dataset.
+    """
+    tally, digests, whole_bytes = Tally(), [""], 0
+    for number, (found, last) in enumerate(_lines(content), start=1):
+        document = _document(found, digests[-1])
+        if document is None:
+            if last and number > 1 and _is_one_line(found):
+                break
+            raise ValueError(
+                f"line {number} of the ledger {str(path)!r} is damaged, so what was spent is unknown: restore the file "
+                "from a backup"
+            )
+        try:
+            _apply(document, tally, first=number == 1, dataset=dataset)
+        except _Refused as refused:
+            raise ValueError(f"line {number} of the ledger {str(path)!r} {refused}") from refused
+        digests.append(found[-2 * _DIGEST_BYTES - 1 : -1].decode())
+        whole_bytes += len(found)
+    if whole_bytes == 0:
+        raise ValueError(f"{str(path)!r} is empty and not a ledger: give another file")
+    cut_short = whole_bytes < len(content)
+    return LedgerContents(tally=tally, digests=digests[1:], whole_bytes=whole_bytes, cut_short=cut_short)
+
+
+def _lines(content: bytes) -> Iterator[tuple[bytes, bool]]:
+    """Each line with its line end, and whether it is the last one."""
+    lines = content.split(b"\n")
+    rest = lines.pop()
+    found = [text + b"\n" for text in lines] + ([rest] if rest else [])
+    for number, text in enumerate(found, start=1):
+        yield text, number == len(found)
+
+
+def _is_one_line(damaged: bytes) -> bool:
+    """Whether this can be the rest of one line, rather than of two lines whose line end was lost."""
+    return damaged.count(b"{") <= 1 and len(damaged.partition(b"} ")[2]) <= 2 * _DIGEST_BYTES + 1
+
+
+def _document(found: bytes, before: str) -> dict[str, Any] | None:
+    """A line's JSON object; None if the line is incomplete or changed."""
+    try:
+        text, space, end = found.decode().rpartition(" ")
+        if not space or end != digest(text, before) + "\n":
+            return None
+        document = json.loads(text)
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+class _Refused(Exception):
+    """Why a line is not allowed at its place."""
+
+
+def _apply(document: Mapping[str, Any], tally: Tally, *, first: bool, dataset: str | None) -> None:
+    if first:
+        if set(document) != {"ledger", "dataset"} or document["ledger"] != _VERSION:
+            raise _Refused(f"is not the first line of a ledger of version {_VERSION}: give another file")
+        if dataset is not None and document["dataset"] != dataset:
+            raise _Refused(
+                f"says it is of the dataset {document['dataset']!r}, not of {dataset!r}: use one ledger per dataset"
+            )
+    elif set(document) == {"step"}:
+        if tally.unfinished_step() is None or not _is_count(document["step"]):
+            raise _Refused("is an event without a run before it, or its step is not a count")
+        tally.add(document["step"])
+    else:
+        tally.begin(_session(document))
+
+
+def _session(document: Mapping[str, Any]) -> Session:
+    try:
+        session = Session(**document)
+    except TypeError as error:
+        raise _Refused("is neither a run nor an event") from error
+    target = () if session.target_epsilon is None else (session.target_epsilon,)
+    numbers = (session.sample_rate, session.noise_multiplier, session.delta, *target)
+    if not (
+        isinstance(session.run, str)
+        and isinstance(session.beginning, str)
+        and isinstance(session.replayable, bool)
+        and all(isinstance(number, (int, float)) and math.isfinite(number) and number > 0 for number in numbers)
+        and session.sample_rate <= 1
+        and session.delta < 1
+        and _is_count(session.planned_steps)
+        and _is_count(session.first_step)
+    ):
+        raise _Refused("is a run with values out of range")
+    return session
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,56 @@
+"""The public constants of a private step: what is accounted for, fixed at the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pmlf.basics.arguments import is_number, require_positive
+from pmlf.engine.momentum import CLIPPINGS, Clipping
+from pmlf.mechanism.noise import LARGEST_STD
+from pmlf.methods import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """The mechanism of a step: sum of vectors of norm at most `clip_norm`, noise, mean over `expected_batch_size`.
+
+    Raises:
+        ValueError: If a value would break the guarantee, or makes noise that float32 cannot hold.
+
+    >>> from pmlf import methods
+    >>> StepSettings(method=methods.dpsgd(), clip_norm=1.0, noise_multiplier=0.8, expected_batch_size=64).noise_scale
+    0.8
+    """
+
+    method: Method
+    clip_norm: float
+    noise_multiplier: float
+    expected_batch_size: float
+    clipping: Clipping = "flat"
+    secure_noise: bool = False  # whether noise is hardened against floating-point attacks
+
+    def __post_init__(self) -> None:
+        require_positive("clip_norm", self.clip_norm, "it bounds one sample's part in the sum; the paper uses 1.0")
+        require_positive("expected_batch_size", self.expected_batch_size, "it is q * n, a public number")
+        if not (is_number(self.noise_multiplier) and self.noise_multiplier == 0.0):
+            require_positive("noise_multiplier", self.noise_multiplier, "take it from pmlf.accounting.noise_multiplier")
+        if self.noise_scale > LARGEST_STD * min(self.expected_batch_size, 1.0):
+            raise ValueError(
+                f"noise_multiplier={self.noise_multiplier}, clip_norm={self.clip_norm}, expected_batch_size="
+                f"{self.expected_batch_size} make noise above {LARGEST_STD:g}, which float32 cannot hold: give others"
+            )
+        if not isinstance(self.clipping, str) or self.clipping not in CLIPPINGS:
+            raise ValueError(f"clipping={self.clipping!r} is not known: give one of {', '.join(CLIPPINGS)}")
+        if not isinstance(self.secure_noise, bool):
+            raise ValueError(f"secure_noise={self.secure_noise!r} is neither True nor False")
+        object.__setattr__(self, "clip_norm", float(self.clip_norm))
+        object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
+
+    @property
+    def noise_scale(self) -> float:
+        """Standard deviation of the noise on the sum."""
+        return self.noise_multiplier * self.clip_norm
+
+    @property
+    def without_noise(self) -> bool:
+        return self.noise_multiplier == 0.0
