@@ -20,7 +20,7 @@ demo: .make/runtime
 
 test: .make/dev
 	$(BIN)/ruff check .
-#	$(BIN)/ruff format --check .  # TODO(lead): enable after the one formatting commit
+	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo > .make/imports.txt || { cat .make/imports.txt; exit 1; }
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2

@@ -174,7 +174,6 @@ class PrivateStep:
         """The trainable parameters, in the model's order."""
         return [self.model.get_parameter(name) for name in self._plan.parameters]
 
-
     def accumulate(self, micro_batch: Any, *, samples: Tensor | None = None) -> None:
         """Add the clipped momentum of a micro-batch's samples to the pending sum: all of them, or nothing.
 
