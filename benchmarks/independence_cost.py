@@ -2,11 +2,11 @@
 
     python benchmarks/independence_cost.py --threads 2 --out docs/results/independence-cost.json
 
-A step of B = 1000 expected samples is its micro-batches and one release. With the watch two of its samples, on average,
-are run again alone. Steps with and without it run in turns on one model; the share is of medians, and of the time that
+A step of B = 1000 expected samples is its micro-batches and one release. With the watch one of its samples, on average,
+runs again alone. Steps with and without it run in turns on one model; the share is of medians, and of the time that
 is spent inside the watch, which noise between steps does not move. RoBERTa-base's step is 1000 samples in size too, but
 only so many of its micro-batches run as `--micro-batches` says, each of them watched: the watch's time in a whole step,
-in which two samples are watched on average, is compared with the time of a micro-batch times their number.
+in which one sample is watched on average, is compared with the time of a micro-batch times their number.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def measured(name: str, turns: int) -> dict[str, Any]:
     plain, with_watch = statistics.median(times[False]), statistics.median(times[True])
     of_a_step = plain * EXPECTED / (per_step * len(batch[1]))
     watched_passes = max(1, len(inside))
-    expected_passes = EXPECTED / len(batch[1]) * (1 - (1 - 2 / EXPECTED) ** len(batch[1]))
+    expected_passes = EXPECTED / len(batch[1]) * (1 - (1 - 1 / EXPECTED) ** len(batch[1]))
     return {
         "first_proof_seconds": proofs[0],
         "second_proof_seconds": proofs[1],

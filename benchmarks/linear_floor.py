@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engines import timed
 from pmlf import machine
 from pmlf.bench import cases, contenders
 from pmlf.bench.contenders import CLIP_NORM, Runner
@@ -45,19 +45,6 @@ def by_hand(model: nn.Module, batch: cases.Batch) -> Runner:
         return found, scaled.sum(0)
 
     return Runner(gradient=gradient)
-
-
-def timed(runner: Runner) -> float:
-    """Seconds of the second of two calls."""
-    seconds = 0.0
-    for _ in range(2):
-        start = time.perf_counter()
-        runner.gradient()
-        seconds = time.perf_counter() - start
-        if runner.release is not None:
-            runner.release()
-        runner.clear()
-    return seconds
 
 
 def clipped_sum_norm(runner: Runner) -> float:

@@ -302,7 +302,9 @@ class PrivateStep:
         views = self._views(batch, samples, len(points))
         watched, watched_point = None, 0
         if self._watch is not None:
-            watched, watched_point = self._watch.choice(batch, part, self._releases, micro_batch, len(points))
+            watched, watched_point = self._watch.choice(
+                batch, part, self._releases, micro_batch, len(points), proven=rows == "their own"
+            )
         for index, (point, view) in enumerate(zip(points, views, strict=True)):
             values = dict(zip(names, self._history.evaluate(point, parameters), strict=True))
             seed = self._randomness.seed_for("dropout", self._releases, micro_batch, part.start, index)

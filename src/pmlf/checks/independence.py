@@ -81,10 +81,10 @@ def prove(model: nn.Module, plan: Plan, loss_fn: LossFunction, batch: Any) -> Fi
         with _generators_watched(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of this trial are not about training
             first, second = _numbers_of_samples(model, batch)
-            _prove(model, plan, loss_fn, _some(batch, first), first, observers, backward=True)
-            _prove(model, plan, loss_fn, _some(batch, second), second, observers, backward=False)
+            _prove(model, plan, loss_fn, _some(batch, first), first, observers, backward=True, plain=True)
+            _prove(model, plan, loss_fn, _some(batch, second), second, observers, backward=False, plain=True)
             if (size := batch_size(batch)) > second:  # a path may follow from the number of samples
-                _prove(model, plan, loss_fn, batch, size, observers, backward=False)
+                _prove(model, plan, loss_fn, batch, size, observers, backward=False, plain=False)
     except Exception as error:  # whatever a rule, a model or a loss raises during a proof
         return _explained(error, observers[-1].operation if observers else "")
     return PROVEN
@@ -99,14 +99,17 @@ def _prove(
     observers: list[Observer],
     *,
     backward: bool,
+    plain: bool,
 ) -> None:
-    anatomy = Anatomy(model)
+    """One run on imaginary devices: of the loss, and `backward` too, compared with the `plain` batch too."""
+    anatomy, values = Anatomy(model), list[float]()
     rank = samples // 2
     device = next(iter(anatomy.parameters.values())).device
-    with constant_draws(), torch.no_grad(), swapped(anatomy, _copies(anatomy)) as swap:
-        among_others = per_sample_loss(loss_fn(model, rows), samples, differentiable=False)[rank]
-    if swap.written:
-        raise Unknown(f"the forward pass writes {swap.written[0]!r}")
+    if plain:
+        with constant_draws(), torch.no_grad(), swapped(anatomy, _copies(anatomy)) as swap:
+            values.append(float(per_sample_loss(loss_fn(model, rows), samples, differentiable=False)[rank]))
+        if swap.written:
+            raise Unknown(f"the forward pass writes {swap.written[0]!r}")
     with sharded(samples, rank, device) as (shards, observer):
         observers.append(observer)
         replacements: dict[int, Tensor] = {}
@@ -124,12 +127,13 @@ def _prove(
             if not is_by_sample(loss, samples):
                 raise SamplesMeet("is not one number of each sample")
             _refuse_own_functions(loss)
-            value = local(loss).detach()[0]
+            here = local(loss).detach()[0]
             if backward:
                 torch.autograd.grad(loss, leaves, torch.ones_like(loss), allow_unused=True)
+    values.append(float(here))
     with constant_draws(), torch.no_grad():
-        alone = per_sample_loss(loss_fn(model, select(rows, slice(rank, rank + 1))), 1, differentiable=False)[0]
-    values = [float(part) for part in (value, among_others, alone)]
+        single = select(rows, slice(rank, rank + 1))
+        values.append(float(per_sample_loss(loss_fn(model, single), 1, differentiable=False)[0]))
     half = loss.dtype in (torch.bfloat16, torch.float16) or any(
         p.dtype in (torch.bfloat16, torch.float16) for p in anatomy.parameters.values()
     )

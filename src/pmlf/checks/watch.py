@@ -29,6 +29,7 @@ from pmlf.engine.passes import Pass
 from pmlf.mechanism.noise import Randomness, torch_seeded
 
 _SAMPLES = 2  # of a logical batch, on average, and at most of a micro-batch
+_SAMPLES_PROVEN = 1  # the same where independence is proven
 _ALLOWED = 1e-3  # of what a sample adds; where its batch is proven to mix nothing
 _ALLOWED_UNPROVEN = 2e-4
 _ALLOWED_EXACT = 1e-6  # in float64
@@ -42,17 +43,18 @@ class Watch:
     def __init__(self, subject: Subject, randomness: Randomness, expected_batch_size: float) -> None:
         self._subject = subject
         self._randomness = randomness
-        self._rate = min(1.0, _SAMPLES / expected_batch_size)
+        self._expected_batch_size = expected_batch_size
         self._seen: set[tuple[int, Signature]] = set()
         self._draws = True  # whether the loss draws randomness, as far as is known
 
     def choice(
-        self, batch: Any, part: slice, step: int, micro_batch: int, points: int
+        self, batch: Any, part: slice, step: int, micro_batch: int, points: int, *, proven: bool
     ) -> tuple[WatchedPass | None, int]:
         """The samples of a pass to watch, if any, and the evaluation point; at least one if the batch's form is new."""
         size = part.stop - part.start
         stream = self._randomness.stream("watch", step, micro_batch, part.start)
-        count = min(_SAMPLES, len(stream.chosen(size, self._rate)))
+        most = _SAMPLES_PROVEN if proven else _SAMPLES
+        count = min(most, len(stream.chosen(size, min(1.0, most / self._expected_batch_size))))
         form = size, signature(batch)
         if form not in self._seen:
             self._seen.add(form)
