@@ -9,6 +9,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,22 +59,23 @@ def test_a_complete_job_stays_unchanged(tmp_path: Path) -> None:
     assert where["threads"] == torch.get_num_threads() and where["machine"]["cpu"] and where["machine"]["code"]
 
 
+def die_after(job: jobs.Job, steps: int) -> None:
+    """Run a job, in a process of its own, until it has done so many steps."""
+    jobs.PROGRESS_SECONDS = -1.0
+    jobs.run_job(job, lambda done: os.kill(os.getpid(), signal.SIGKILL) if done.step > steps else None)
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks a process that has threads")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_job_killed_ten_times_has_the_same_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "PROGRESS_SECONDS", -1.0)
+def test_a_job_killed_several_times_has_the_same_results(tmp_path: Path) -> None:
     spec = replace(SPEC, steps=12)
     undisturbed, killed = jobs.job(spec, tmp_path / "a", threads=1), jobs.job(spec, tmp_path / "b", threads=1)
     threads = torch.get_num_threads()
     jobs.run_job(undisturbed, lambda progress: None)
-    for death in range(10):
-        child = os.fork()
-        if child == 0:  # ends by SIGKILL in the middle of the run
-            jobs.run_job(killed, lambda done, death=death: os.kill(os.getpid(), 9) if done.step > death else None)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        assert os.WTERMSIG(status) == signal.SIGKILL and not jobs.finished(killed.folder)
+    for death in (0, 1, 5, 9):
+        child = multiprocessing.get_context("spawn").Process(target=die_after, args=(killed, death))
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL and not jobs.finished(killed.folder)
     jobs.run_job(killed, lambda progress: None)
     torch.set_num_threads(threads)
     assert results(killed.folder) == results(undisturbed.folder)
@@ -144,25 +146,28 @@ def test_ctrl_c_in_the_last_step_keeps_the_run_and_starts_no_other(
     assert listener.began_keys == [last.key] and jobs.finished(last.folder) and not next_one.folder.exists()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks a process that has threads")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_worker_stopped_in_the_last_step_of_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "PROGRESS_SECONDS", -1.0)
+def work_with_progress(connection: Any) -> None:
+    """A worker that reports every step."""
+    jobs.PROGRESS_SECONDS = -1.0
+    executors._work(connection)
+
+
+@pytest.mark.slow
+def test_a_worker_stopped_in_the_last_step_of_a_run_ends(tmp_path: Path) -> None:
     job = jobs.job(SPEC, tmp_path, threads=1)
     ours, theirs = multiprocessing.Pipe()
-    child = os.fork()
-    if child == 0:
-        ours.close()
-        executors._work(theirs)
-        os._exit(7)
+    child = multiprocessing.get_context("spawn").Process(target=work_with_progress, args=(theirs,))
+    child.start()
     theirs.close()
     ours.send(job)
     while not (isinstance(done := ours.recv(), JobProgress) and done.step == done.steps - 1):
         pass
-    os.kill(child, signal.SIGSTOP)  # so that the signal below arrives in the last step
-    os.kill(child, signal.SIGTERM)
-    os.kill(child, signal.SIGCONT)
-    assert os.waitpid(child, 0)[1] in (7 << 8, signal.SIGTERM)  # it must not wait for another job
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGSTOP)  # so that the signal below arrives in the last step
+    os.kill(child.pid, signal.SIGTERM)
+    os.kill(child.pid, signal.SIGCONT)
+    child.join()  # it must not wait for another job
+    assert child.exitcode in (0, -signal.SIGTERM)
     ours.close()
 
 
