@@ -67,13 +67,16 @@ CONTRACT = [  # the paths that users rely on
     "pmlf.methods.dp_pmlf",
     "pmlf.methods.disk",
     "pmlf.sampling.PoissonBatches",
+    "pmlf.shapes.NoiseShape",
+    "pmlf.shapes.banded",
+    "pmlf.shapes.best",
     "pmlf.theory.rho_squared",
     "pmlf.theory.impulse_response",
     "pmlf.theory.noise_gain",
     "pmlf.theory.gamma_dp",
     "pmlf.theory.gamma_sgd",
 ]
-MODULES = ("accounting", "audit", "checkpoint", "filters", "machine", "methods", "sampling", "theory")
+MODULES = ("accounting", "audit", "checkpoint", "filters", "machine", "methods", "sampling", "shapes", "theory")
 
 
 @pytest.mark.parametrize("path", CONTRACT)

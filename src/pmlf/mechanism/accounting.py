@@ -10,38 +10,57 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 
 import dp_accounting
 from dp_accounting import rdp
 from scipy import optimize
 
-from pmlf.basics.arguments import MOST, is_number
+from pmlf.basics.arguments import is_number
 from pmlf.mechanism import privacy_loss
+from pmlf.mechanism.events import (
+    ACCOUNTANTS,
+    LEAST_RATE,
+    SMALLEST_PLD_DELTA,
+    Event,
+    check_delta,
+    check_mechanism,
+    cyclic,
+)
 
-ACCOUNTANTS = ("pld", "rdp")
+__all__ = [
+    "ACCOUNTANTS",
+    "FILTER_ORDERS",
+    "LEAST_RATE",
+    "Event",
+    "affordable_steps",
+    "check_mechanism",
+    "cyclic",
+    "delta",
+    "epsilon",
+    "filter_epsilon",
+    "finest_epsilon",
+    "noise_multiplier",
+]
+
 FILTER_ORDERS = (2.0, 2.5, 3.0, 4.0, 5.5, 8.0, 14.0, 32.0)  # a filter's orders are fixed before the first release
 
-_SMALLEST_PLD_DELTA = 1e-10  # "pld" is verified against an independent computation down to here
 _SMALLEST_PLD_NOISE = 0.01  # below, epsilon is in the thousands and the Renyi bound is good enough
-_LEAST_NOISE, _MOST_NOISE = 1e-8, 1e9
 _LEAST_EPSILON, _MOST_EPSILON = 1e-6, 1e6
-LEAST_RATE = 1e-9  # one record of a billion
 _ALL = 1.0 - 1e-9  # higher rates count as 1, which costs more
 _LARGEST_LOG_RATIO = 30.0  # the search for a noise multiplier ends at a factor e^30 from its first guess
 _CALIBRATION_TOLERANCE = 1e-5  # relative, of the noise multiplier
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """One release: a clipped sum over a Poisson(q) batch + z C N(0, I)."""
-
-    noise_multiplier: float
-    sample_rate: float
-
-
-def epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "pld") -> float:
+def epsilon(
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    accountant: str = "pld",
+    bands: int = 1,
+) -> float:
     """epsilon at delta of T releases of a clipped sum over a Poisson(q) batch + z C N(0, I) (Theorem 2).
 
     The result is an upper bound. "pld" is at most about 0.1 % too large (a few per cent at sampling rates of 1e-5);
@@ -53,6 +72,7 @@ def epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: f
         steps: T, the number of releases; 0 spends nothing.
         delta: the probability at which epsilon is stated; at least 1e-10 for "pld".
         accountant: "pld" or "rdp".
+        bands: b of cyclic Poisson sampling with noise of b bands; 1 is plain Poisson sampling with white noise.
 
     Returns:
         epsilon.
@@ -64,8 +84,9 @@ def epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: f
     3.93
     """
     check_mechanism(noise_multiplier, sample_rate, steps, accountant)
-    _check_delta("delta", delta, accountant)
-    return _epsilon(float(noise_multiplier), float(sample_rate), int(steps), float(delta), accountant)
+    check_delta("delta", delta, accountant)
+    rate, events = cyclic(float(sample_rate), int(steps), bands)
+    return _epsilon(float(noise_multiplier), rate, events, float(delta), accountant)
 
 
 def filter_epsilon(events: Mapping[Event, int], *, delta: float) -> float:
@@ -94,7 +115,7 @@ def filter_epsilon(events: Mapping[Event, int], *, delta: float) -> float:
     """
     for event, count in events.items():
         check_mechanism(event.noise_multiplier, event.sample_rate, count, "rdp")
-    _check_delta("delta", delta, "rdp")
+    check_delta("delta", delta, "rdp")
     return _filter_epsilon(_plain(events), float(delta))
 
 
@@ -118,7 +139,7 @@ def finest_epsilon(event: Event, *, steps: int, delta: float) -> float:
     True
     """
     check_mechanism(event.noise_multiplier, event.sample_rate, steps, "pld")
-    _check_delta("delta", delta, "pld")
+    check_delta("delta", delta, "pld")
     usual = _epsilon(float(event.noise_multiplier), float(event.sample_rate), int(steps), float(delta), "pld")
     if usual == 0.0:
         return 0.0
@@ -170,7 +191,15 @@ def affordable_steps(
     return fit
 
 
-def delta(*, noise_multiplier: float, sample_rate: float, steps: int, epsilon: float, accountant: str = "pld") -> float:
+def delta(
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    epsilon: float,
+    accountant: str = "pld",
+    bands: int = 1,
+) -> float:
     """delta at a given epsilon for the releases of `epsilon()`, also an upper bound.
 
     Args:
@@ -179,6 +208,7 @@ def delta(*, noise_multiplier: float, sample_rate: float, steps: int, epsilon: f
         steps: T, the number of releases.
         epsilon: a finite number of at least 0.
         accountant: "pld" or "rdp".
+        bands: b of cyclic Poisson sampling with noise of b bands; 1 is plain Poisson sampling with white noise.
 
     Returns:
         delta; with "pld" at least 1e-10, unless there are no steps.
@@ -194,13 +224,13 @@ def delta(*, noise_multiplier: float, sample_rate: float, steps: int, epsilon: f
         raise ValueError(f"epsilon={epsilon} is not a privacy loss: give a finite number of at least 0.")
     if steps == 0:
         return 0.0
-    z, rate, count = _fewest_steps(float(noise_multiplier), float(sample_rate), int(steps))
+    z, rate, count = _fewest_steps(float(noise_multiplier), *cyclic(float(sample_rate), int(steps), bands))
     at = min(float(epsilon), _MOST_EPSILON)
     if accountant == "pld" and z >= _SMALLEST_PLD_NOISE:
-        return max(privacy_loss.delta(z, rate, count, at), _SMALLEST_PLD_DELTA)
+        return max(privacy_loss.delta(z, rate, count, at), SMALLEST_PLD_DELTA)
     with _quiet():
         spent = float(_renyi(z, rate, count).get_delta(at))
-    return min(max(spent, _SMALLEST_PLD_DELTA if accountant == "pld" else 0.0), 1.0)
+    return min(max(spent, SMALLEST_PLD_DELTA if accountant == "pld" else 0.0), 1.0)
 
 
 def noise_multiplier(
@@ -211,6 +241,7 @@ def noise_multiplier(
     steps: int,
     accountant: str = "pld",
     spent: Mapping[Event, int] | None = None,
+    bands: int = 1,
 ) -> float:
     """The smallest noise multiplier z whose `epsilon()` is at most target_epsilon.
 
@@ -224,6 +255,7 @@ def noise_multiplier(
         accountant: "pld" or "rdp".
         spent: earlier events on the same records. The new steps and they together stay within target_epsilon by
             `filter_epsilon`, whichever the accountant.
+        bands: b of cyclic Poisson sampling with noise of b bands; 1 is plain Poisson sampling with white noise.
 
     Returns:
         z, the standard deviation of the noise divided by the clip norm.
@@ -236,7 +268,7 @@ def noise_multiplier(
     True
     """
     check_mechanism(1.0, sample_rate, steps, accountant)
-    _check_delta("target_delta", target_delta, accountant)
+    check_delta("target_delta", target_delta, accountant)
     if not (is_number(target_epsilon) and 0 < target_epsilon < math.inf):
         raise ValueError(f"target_epsilon={target_epsilon} is not a privacy budget: give a finite number above 0.")
     if not _LEAST_EPSILON <= target_epsilon <= _MOST_EPSILON:
@@ -246,7 +278,8 @@ def noise_multiplier(
         )
     if steps == 0:
         raise ValueError("steps=0 releases nothing, so no noise is needed: give at least 1 step.")
-    drawn = 1.0 if sample_rate == 1 else -math.expm1(steps * math.log1p(-sample_rate))
+    rate, events = cyclic(float(sample_rate), int(steps), bands)
+    drawn = 1.0 if rate == 1 else -math.expm1(events * math.log1p(-rate))
     if drawn <= target_delta:
         raise ValueError(
             f"target_delta={target_delta} is not below the probability {drawn:.3g} that a record is ever drawn, so no "
@@ -254,14 +287,14 @@ def noise_multiplier(
         )
     target, delta = float(target_epsilon), float(target_delta)
     if not spent:
-        return _calibrated(target, delta, float(sample_rate), int(steps), accountant, ())
+        return _calibrated(target, delta, rate, events, accountant, ())
     before = filter_epsilon(spent, delta=target_delta)
     if before >= target_epsilon:
         raise ValueError(
             f"target_epsilon={target_epsilon} is spent already: the earlier events have epsilon {before:.4g} by an RDP "
             "filter, so no step is left."
         )
-    return _calibrated(target, delta, float(sample_rate), int(steps), "rdp", _plain(spent))
+    return _calibrated(target, delta, rate, events, "rdp", _plain(spent))
 
 
 _PlainEvents = tuple[tuple[float, float, int], ...]  # (z, q, count), which a cache can hash
@@ -354,40 +387,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(dropped)
-
-
-def check_mechanism(noise_multiplier: float, sample_rate: float, steps: int, accountant: str = "pld") -> None:
-    """Check the arguments of `epsilon`.
-
-    Raises:
-        ValueError: one of them is out of range.
-
-    >>> check_mechanism(0.0, 0.01, 100)
-    Traceback (most recent call last):
-    ValueError: noise_multiplier=0.0 protects nothing: give a finite number above 0.
-    """
-    if not isinstance(accountant, str) or accountant not in ACCOUNTANTS:
-        raise ValueError(f"accountant={accountant!r} is unknown: choose one of {', '.join(ACCOUNTANTS)}.")
-    if not (is_number(noise_multiplier) and 0 < noise_multiplier < math.inf):
-        raise ValueError(f"noise_multiplier={noise_multiplier} protects nothing: give a finite number above 0.")
-    if not _LEAST_NOISE <= noise_multiplier <= _MOST_NOISE:
-        raise ValueError(
-            f"noise_multiplier={noise_multiplier} is outside [{_LEAST_NOISE:g}, {_MOST_NOISE:g}]: less protects "
-            "nothing, more leaves only noise."
-        )
-    if not (is_number(sample_rate) and 0 < sample_rate <= 1):
-        raise ValueError(f"sample_rate={sample_rate} is outside (0, 1]: give the expected batch size / dataset size.")
-    if sample_rate < LEAST_RATE:
-        raise ValueError(f"sample_rate={sample_rate} is below {LEAST_RATE:g}, the smallest supported rate.")
-    if not (is_number(steps) and 0 <= steps <= MOST and steps == int(steps)):
-        raise ValueError(f"steps={steps} is not a number of steps: give an integer from 0 to {MOST}.")
-
-
-def _check_delta(name: str, value: float, accountant: str) -> None:
-    if not (is_number(value) and 0 < value < 1):
-        raise ValueError(f"{name}={value} is outside (0, 1): give a probability such as 1e-5.")
-    if accountant == "pld" and value < _SMALLEST_PLD_DELTA:
-        raise ValueError(
-            f"{name}={value} is below {_SMALLEST_PLD_DELTA}, the smallest that accountant='pld' is verified for: give "
-            "a larger one, or accountant='rdp'."
-        )
