@@ -1,0 +1,1 @@
+"""Training loops of other libraries, made private. Each needs the package that it is for; nothing imports them."""
