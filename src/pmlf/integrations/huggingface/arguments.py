@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
 
-from pmlf.evidence.ledger import Ledger
+from pmlf.engine.plan import Gradients
 
 
 @dataclass(kw_only=True)
@@ -29,10 +29,7 @@ class PrivacyArguments:
         default=None, metadata={"help": "standard deviation of the noise over the clip norm"}
     )
     method: str = field(default="dp-pmlf", metadata={"help": "a preset of pmlf.methods, or a Method"})
-    ledger: str | None = field(
-        default=None, metadata={"help": "file of a ledger: the target then covers all runs that are in it"}
-    )
-    gradients: str = field(default="ghost", metadata={"help": "ghost, vmap or one-by-one"})
+    gradients: Gradients = field(default="ghost", metadata={"help": "ghost, vmap or one-by-one"})
     secure_noise: bool = field(default=False, metadata={"help": "harden the noise against floating-point attacks"})
     assume_independent_samples: bool = field(
         default=False, metadata={"help": "skip the proof that samples do not influence each other"}
@@ -40,9 +37,6 @@ class PrivacyArguments:
     noise_seed: int | None = field(
         default=None, metadata={"help": "for experiments only: whoever knows the seed can subtract the noise"}
     )
-
-    def opened_ledger(self) -> Ledger | None:
-        return None if self.ledger is None else Ledger(self.ledger)
 
 
 class _Refusal(NamedTuple):

@@ -96,7 +96,7 @@ def loss_function(
     loss = None if own is not None else task_loss(model)
     device = next(model.parameters()).device.type
 
-    def per_sample(model: nn.Module, batch: Batch) -> Tensor:
+    def per_sample(model: Any, batch: Batch) -> Tensor:
         # Without labels the model computes no loss of its own, which would be a mean over the batch.
         inputs = {name: value for name, value in batch.items() if name not in _LABELS}
         if model.config.is_encoder_decoder and "decoder_input_ids" not in inputs:

@@ -14,7 +14,7 @@ from datasets import Dataset as HubDataset
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     DataCollatorWithFlattening,
     EvalPrediction,
@@ -28,6 +28,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from pmlf import checkpoint
 from pmlf.basics.files import write_atomically
+from pmlf.evidence.ledger import Ledger
 from pmlf.experiments.spec import default_delta
 from pmlf.integrations.huggingface.arguments import PrivacyArguments, refuse_unsupported
 from pmlf.integrations.huggingface.losses import loss_function
@@ -56,6 +57,7 @@ class PrivateTrainer(Trainer):
         model: The model to train, also with an adapter of peft.
         args: The training arguments.
         privacy: The privacy arguments.
+        ledger: An open ledger. The target then covers all that is in it.
         data_collator: Makes a batch of a list of records, as in `Trainer`.
         train_dataset: The records to protect, a map-style dataset.
         eval_dataset: Records for evaluation.
@@ -77,6 +79,7 @@ class PrivateTrainer(Trainer):
         args: TrainingArguments,
         *,
         privacy: PrivacyArguments,
+        ledger: Ledger | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -84,7 +87,7 @@ class PrivateTrainer(Trainer):
         compute_loss_func: Callable[..., Tensor] | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        optimizers: tuple[Optimizer | None, LambdaLR | None] = (None, None),
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         refuse_unsupported(args)
@@ -113,6 +116,7 @@ class PrivateTrainer(Trainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self.privacy = privacy
+        self.ledger = ledger
         self.private_run: PrivateRun | None = None
 
     def certificate(self) -> dict[str, Any]:
@@ -149,7 +153,7 @@ class PrivateTrainer(Trainer):
             if batch.step % run.steps_per_epoch == 0:
                 self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
-            self.model.train()
+            run.model.train()
             run.step(batch)
             self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
             self.state.global_step = run.steps_done
@@ -173,6 +177,7 @@ class PrivateTrainer(Trainer):
         if self._created_lr_scheduler:  # by an earlier call of train
             self.lr_scheduler = None
         self.create_scheduler(num_training_steps=planned_steps(epochs, steps, n, expected))
+        assert self.model is not None and self.optimizer is not None
         return make_private(
             model=self.model,
             optimizer=self.optimizer,
@@ -188,7 +193,7 @@ class PrivateTrainer(Trainer):
             epochs=epochs,
             steps=steps,
             clip_norm=args.max_grad_norm,
-            ledger=privacy.opened_ledger(),
+            ledger=self.ledger,
             max_physical_batch_size="auto" if args.auto_find_batch_size else args.per_device_train_batch_size,
             seed=privacy.noise_seed,
             secure_noise=privacy.secure_noise,
@@ -223,7 +228,7 @@ class PrivateTrainer(Trainer):
 
     def _begin(self, run: PrivateRun, resume_from_checkpoint: str | None) -> None:
         """Set up the trainer's own state, or load both from a checkpoint."""
-        stateful = [
+        stateful: Any = [
             part for part in (*self.callback_handler.callbacks, self.control) if isinstance(part, ExportableState)
         ]
         self.state = TrainerState(stateful_callbacks=stateful, train_batch_size=self.args.train_batch_size)
@@ -259,7 +264,7 @@ class PrivateTrainer(Trainer):
             if self.args.save_strategy == SaveStrategy.BEST:
                 self.control.should_save = best
         if self.control.should_save:
-            self._save_checkpoint(self.model, trial)
+            self._save_checkpoint(run.model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def _end(self, run: PrivateRun, trial: Any, started: float, steps: int) -> TrainOutput:
