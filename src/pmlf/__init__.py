@@ -53,6 +53,14 @@ _HOMES = {
     "make_private": "pmlf.run",
 }
 
+# Names of Opacus, and what takes their place here.
+_INSTEAD = {
+    "BatchMemoryManager": "pass max_physical_batch_size=... to pmlf.make_private",
+    "ModuleValidator": "call pmlf.check and pmlf.fix_model",
+    "PrivacyEngine": "call pmlf.make_private",
+    "make_private_with_epsilon": "call pmlf.make_private with target_epsilon=...",
+}
+
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
@@ -61,7 +69,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOMES[name]), name)
     if name in __all__:
         return import_module(f"pmlf.{name}")
-    raise AttributeError(f"module 'pmlf' has no attribute {name!r}")
+    instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+    raise AttributeError(f"module 'pmlf' has no attribute {name!r}{instead}")
 
 
 def __dir__() -> list[str]:

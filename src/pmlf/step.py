@@ -24,6 +24,7 @@ from pmlf.checks.watch import PointPass, Watch
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.augmentation import Augmentation
 from pmlf.engine.clipper import ClippedSum, Clipper
+from pmlf.engine.criteria import per_sample_loss
 from pmlf.engine.fingerprint import Fingerprint, fingerprint
 from pmlf.engine.momentum import Clipping, SampleMomentum
 from pmlf.engine.passes import LossFunction, Pass, Rows
@@ -51,7 +52,7 @@ class PrivateStep:
 
     Args:
         model: The model to train. Its trainable parameters must not change between `accumulate` and `release`.
-        loss_fn: A function of (model, batch) that returns one loss per sample.
+        loss_fn: A function of (model, batch) that returns one loss per sample, or a criterion of `torch.nn`.
         method: A method of `pmlf.methods`, or the name of a preset.
         clip_norm: Largest norm C of what one sample adds to the sum.
         noise_multiplier: Standard deviation of the noise over C. 0 is for tests, and warns.
@@ -88,8 +89,7 @@ class PrivateStep:
     ) -> None:
         require_known(gradients)
         refuse_unsafe_model(model, gradients)
-        if not callable(loss_fn):
-            raise ValueError(f"loss_fn is a {type(loss_fn).__name__}: give a function of (model, batch)")
+        loss_fn = per_sample_loss(loss_fn)
         if not isinstance(assume_independent_samples, bool):
             raise ValueError(f"assume_independent_samples={assume_independent_samples!r} is neither True nor False")
         self._settings = StepSettings(

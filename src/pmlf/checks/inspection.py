@@ -18,6 +18,7 @@ from pmlf.checks.validation import check_samples, modes_to_check, refuse_unsafe_
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.capture import capture
 from pmlf.engine.clipper import Clipper
+from pmlf.engine.criteria import per_sample_loss
 from pmlf.engine.passes import LossFunction, Pass
 from pmlf.engine.plan import Gradients, Plan, require_known
 from pmlf.methods import Method, resolve
@@ -112,6 +113,7 @@ def check(
     points = resolve(method).points
     weights = [point.weight for point in points.at(points.depth)]
     plan = Plan.of(model, gradients)
+    loss_fn = per_sample_loss(loss_fn)
     subject = Subject(model=model, plan=plan, loss_fn=loss_fn, clip_norm=clip_norm, weights=weights)
     samples = batch_size(batch)
     if samples == 0:

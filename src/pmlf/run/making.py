@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from pmlf.basics.arguments import is_number, plain, require_count, require_positive, steps_of_epochs
@@ -33,13 +33,18 @@ from pmlf.mechanism.sampling import PoissonBatches, population
 from pmlf.methods import Method
 from pmlf.run.averaging import ParameterAverage
 from pmlf.run.evaluation import confusion_matrix
+from pmlf.run.iteration import Epochs
+from pmlf.run.loaders import loading
+from pmlf.run.names import OF_OPACUS, known_arguments_only, refuse_wrapped
 from pmlf.run.private_run import PrivateRun
+from pmlf.run.scheduling import Interval, checked_interval
 from pmlf.run.sizing import EXAMPLES, physical_batch_size
 from pmlf.step import PrivateStep
 
 _COLLATED = 256  # records on which the collate function is checked, beside the shortest and the longest
 
 
+@known_arguments_only(OF_OPACUS)
 def make_private(
     *,
     # what is private
@@ -47,7 +52,7 @@ def make_private(
     target_epsilon: float | None = None,
     target_delta: float,
     noise_multiplier: float | None = None,
-    batch_size: float,
+    batch_size: float | None = None,
     epochs: float | None = None,
     steps: int | None = None,
     clip_norm: float = 1.0,
@@ -56,9 +61,10 @@ def make_private(
     # what is trained
     model: nn.Module,
     optimizer: Optimizer,
-    loss_fn: LossFunction,
+    loss_fn: LossFunction | nn.Module,
     method: Method | str = "dp-pmlf",
     scheduler: LRScheduler | None = None,
+    scheduler_interval: Interval | None = None,
     augmentation: Augmentation | None = None,
     ema: float | None = None,
     # how it runs
@@ -81,12 +87,13 @@ def make_private(
     The arguments say, in this order, what is private, what is trained, and how it runs.
 
     Args:
-        dataset: A map-style dataset with `__len__` and `__getitem__`. Its records are what is protected.
+        dataset: A map-style dataset with `__len__` and `__getitem__`. Its records are what is protected. Or a
+            `DataLoader`: its dataset, batch size, collate function and workers are used, its order is not.
         target_epsilon: The epsilon that the run must not pass; the noise is calibrated to it. Give this or
             `noise_multiplier`.
         target_delta: The delta of the guarantee. It must be well below 1/n.
         noise_multiplier: The noise multiplier z: the noise on the sum has standard deviation z * clip_norm.
-        batch_size: The expected batch size B of a Poisson draw, at most n.
+        batch_size: The expected batch size B of a Poisson draw, at most n. A `DataLoader` has one already.
         epochs: How often each record is drawn on average: T = ceil(epochs * n / B). Give this or `steps`.
         steps: The number of steps, T.
         clip_norm: The clip norm C, a bound on each sample's part in the sum.
@@ -95,9 +102,12 @@ def make_private(
             is in it.
         model: The model to train. Layers that mix samples, such as BatchNorm, are refused: see `pmlf.fix_model`.
         optimizer: A torch optimizer over the model's trainable parameters. LBFGS and SparseAdam are refused.
-        loss_fn: A function of (model, batch) that returns one loss per sample (`reduction="none"`).
+        loss_fn: A function of (model, batch) that returns one loss per sample (`reduction="none"`). Or a criterion of
+            `torch.nn`, such as `nn.CrossEntropyLoss()`, for batches of (inputs, targets).
         method: A method from `pmlf.methods`, or the name of a preset.
-        scheduler: A learning-rate scheduler. Its `step()` is called after every step.
+        scheduler: A learning-rate scheduler. Its `step()` is called after every step, or after every epoch.
+        scheduler_interval: "step" or "epoch": what the scheduler counts. None is "step", and warns if the learning rate
+            would then fall below a hundredth in the first half of the run.
         augmentation: A random change of each sample, applied before its gradient is taken.
         ema: The decay of an average of the released parameters, 0.99 for example (`PrivateRun.averaged_model`). It
             costs no privacy.
@@ -139,14 +149,19 @@ def make_private(
     (8, True)
     """
     _refuse_many_processes()
-    records, batch_size = population(dataset), plain(batch_size)
+    refuse_wrapped(model, optimizer)
+    load = loading(dataset, plain(batch_size), collate_fn, num_workers)
+    dataset, batch_size, collate_fn, num_workers = load.dataset, load.batch_size, load.collate_fn, load.num_workers
+    records = population(dataset)
     epsilon, delta = plain(target_epsilon), _checked_delta(plain(target_delta), records)
     planned = planned_steps(plain(epochs), plain(steps), records, batch_size)
     z = _noise_multiplier(plain(noise_multiplier), epsilon, delta, _sample_rate(batch_size, records), planned, ledger)
     event = Event(noise_multiplier=z, sample_rate=batch_size / records)
     plan = PrivacyPlan(event=event, steps=planned, delta=delta, target_epsilon=epsilon)
     randomness = _randomness(seed)
-    _check_optimizer(model, optimizer, scheduler)
+    _check_optimizer(model, optimizer)
+    epoch_count = Epochs(records=records, batch_size=batch_size, steps=planned).count
+    interval = checked_interval(scheduler, scheduler_interval, optimizer, steps=planned, epochs=epoch_count)
     if device is not None:
         model.to(device)
     private_step = PrivateStep(
@@ -179,7 +194,7 @@ def make_private(
     )
     average = None if ema is None else ParameterAverage(ema)
     budget = BudgetGuard(plan, replayable=randomness.reproducible, ledger=ledger)
-    return PrivateRun(private_step, sampler, optimizer, scheduler, average, budget)
+    return PrivateRun(private_step, sampler, optimizer, scheduler, average, budget, interval)
 
 
 def evaluate(
@@ -269,7 +284,7 @@ def _checked_delta(delta: float, records: int) -> float:
         warnings.warn(
             f"target_delta={delta} is not below 1/n = {1.0 / records:.3g}: such a delta permits publishing a whole "
             "record; give a smaller one",
-            stacklevel=3,
+            stacklevel=4,
         )
     return delta
 
@@ -321,17 +336,13 @@ def _randomness(seed: int | None) -> Randomness:
     return SeededRandomness(seed)
 
 
-def _check_optimizer(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS evaluates a closure several times in a step, which is not accounted for: use SGD or Adam"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError("SparseAdam needs sparse gradients, and noise is dense: use Adam")
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError(
-            "ReduceLROnPlateau follows a loss, which is sensitive: use a scheduler that depends on the step count alone"
-        )
     names = {id(p): name for name, p in model.named_parameters()}
     given = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if any(key not in names for key in given):

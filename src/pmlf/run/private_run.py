@@ -16,6 +16,9 @@ from pmlf.evidence.budget import BudgetGuard
 from pmlf.evidence.certificate import CertifiedRun, certificate
 from pmlf.mechanism.sampling import LogicalBatch, PoissonBatches
 from pmlf.run.averaging import ParameterAverage
+from pmlf.run.description import as_html, as_text, run_facts
+from pmlf.run.iteration import Batches, Epoch, Epochs
+from pmlf.run.scheduling import Interval
 from pmlf.step import PrivateStep
 
 _STATE = (  # the entries of PrivateRun.state_dict()
@@ -40,6 +43,7 @@ class PrivateRun:
         private_step: The private step, for its settings and for advanced use.
         optimizer: The optimizer.
         scheduler: The learning-rate scheduler, or None.
+        scheduler_interval: Whether the scheduler steps after every "step" or after every "epoch".
         budget: What the run plans to spend and has spent.
 
     >>> import pmlf
@@ -64,10 +68,12 @@ class PrivateRun:
         scheduler: LRScheduler | None,
         average: ParameterAverage | None,
         budget: BudgetGuard,
+        scheduler_interval: Interval = "step",
     ) -> None:
         self.private_step = private_step
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self.scheduler_interval = scheduler_interval
         self.budget = budget
         self._sampler = sampler
         self._average = average
@@ -80,6 +86,12 @@ class PrivateRun:
             "a run spends one budget, so it cannot be copied or pickled: save run.state_dict(), and load it into a new "
             "run from make_private"
         )
+
+    def __repr__(self) -> str:
+        return as_text(run_facts(self))
+
+    def _repr_html_(self) -> str:
+        return as_html(run_facts(self))
 
     @property
     def model(self) -> nn.Module:
@@ -102,6 +114,12 @@ class PrivateRun:
         return steps_of_epochs(1, self._sampler.population, self.private_step.settings.expected_batch_size)
 
     @property
+    def planned_epochs(self) -> Epochs:
+        """Where the epochs of the planned steps end."""
+        batch_size = self.private_step.settings.expected_batch_size
+        return Epochs(records=self._sampler.population, batch_size=batch_size, steps=self.steps)
+
+    @property
     def max_physical_batch_size(self) -> int:
         """The number of samples in memory at once."""
         return self._sampler.max_physical_batch_size
@@ -111,18 +129,21 @@ class PrivateRun:
         """False after a step that was interrupted between its release and the update of the parameters."""
         return self._between_steps
 
-    def batches(self) -> Iterator[LogicalBatch]:
+    def batches(self) -> Batches:
         """The logical batches of the remaining steps. Pass each one to `step` once, in order, also an empty one.
 
         They end before the step that would pass the target epsilon. A draw whose step was not taken, because the loop
         was left or the step failed, is issued again: with a fresh draw one could choose who is in it.
 
-        Yields:
-            One logical batch per step.
+        Returns:
+            An iterator over one logical batch per step. Its `len` is the number of steps left in the plan.
 
         Raises:
-            RuntimeError: The batch before was not passed to `step`.
+            RuntimeError: The batch before was not passed to `step`. Raised by the iterator.
         """
+        return Batches(self._issued(), lambda: self.steps - self.steps_done)
+
+    def _issued(self) -> Iterator[LogicalBatch]:
         for batch in self._sampler.batches(self.steps_done, self.steps):
             if not self.budget.affords(batch.step):
                 return
@@ -133,6 +154,32 @@ class PrivateRun:
                     f"the batch of step {batch.step} was drawn but not stepped: pass every batch to run.step, also an "
                     "empty one"
                 )
+
+    def epochs(self) -> Iterator[Epoch]:
+        """The remaining epochs, each with its batches. Epoch e ends after ceil(e * n / B) steps, the last one after T.
+
+        `for epoch in run.epochs():` with `for batch in epoch: run.step(batch)` takes every step of the run, and what
+        follows the inner loop, such as an evaluation, is done after the last step too.
+
+        Yields:
+            One `Epoch` with `number` and `len`. A resumed run begins with the rest of its epoch.
+
+        Raises:
+            RuntimeError: The batches of the epoch before were not all stepped.
+        """
+        planned, batches = self.planned_epochs, self.batches()
+        while self.steps_done < self.steps:
+            number = planned.containing(self.steps_done)
+            end = planned.end(number)
+            yield Epoch(number, batches, lambda end=end: end - self.steps_done)  # type: ignore[misc]
+            if self.steps_done < end and self.budget.affords(self.steps_done):
+                raise RuntimeError(
+                    f"epoch {number} has {end - self.steps_done} steps left: pass all its batches to run.step, or "
+                    "leave the loop over run.epochs() too"
+                )
+            if self.steps_done < end:
+                return
+        next(batches, None)  # ends the loading of records
 
     def step(self, batch: LogicalBatch) -> None:
         """Take one private step: accumulate the batch, record the event, release, and update the parameters.
@@ -180,7 +227,7 @@ class PrivateRun:
         self.private_step.release()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.scheduler is not None:
+        if self.scheduler is not None and self._schedule_is_due():
             self.scheduler.step()
         if self._average is not None:
             self._average.update(self.private_step.trained)
@@ -298,6 +345,9 @@ class PrivateRun:
         self._due = None
         self._released = self.private_step.releases
         self._between_steps = True
+
+    def _schedule_is_due(self) -> bool:
+        return self.scheduler_interval == "step" or self.planned_epochs.complete(self.steps_done)
 
     def _refuse_foreign_releases(self) -> None:
         torn = not self.between_steps and self.private_step.releases == self._released - 1
