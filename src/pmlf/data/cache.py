@@ -22,7 +22,7 @@ from pmlf.basics.files import new_file, remove_flat
 from pmlf.data.cache_folder import CacheFolder, open_folder, unwritable_cache
 
 FORMAT = 1  # part of every key: increase it if the content of entries changes
-_CONTENTS = "contents.json"
+CONTENTS = "contents.json"
 _READ_BYTES = 1 << 20
 
 
@@ -70,7 +70,7 @@ class Arrays:
                 os.fsync(file.fileno())
             file.close()
         if kind is None:
-            with new_file(self._folder / _CONTENTS) as description:
+            with new_file(self._folder / CONTENTS) as description:
                 description.write(json.dumps(self._contents).encode())
 
 
@@ -83,14 +83,14 @@ def cached(key: str, make: Callable[[Arrays], None]) -> Mapping[str, NDArray[Any
     folder = open_folder()
     entry = folder.entry(key)
     try:
-        return _mapped(entry)
-    except _Incomplete:
+        return read_entry(entry)
+    except IncompleteEntry:
         remove_flat(entry)
     folder.remove_abandoned()
     _make(folder, entry, make)
     try:
-        return _mapped(entry)
-    except _Incomplete as error:
+        return read_entry(entry)
+    except IncompleteEntry as error:
         raise ValueError(f"{str(entry)!r} holds files that pmlf did not write: move them away") from error
 
 
@@ -111,15 +111,15 @@ def _make(folder: CacheFolder, entry: Path, make: Callable[[Arrays], None]) -> N
         remove_flat(made)
 
 
-class _Incomplete(Exception):
+class IncompleteEntry(Exception):
     """The entry is missing or damaged."""
 
 
-def _mapped(entry: Path) -> dict[str, NDArray[Any]]:
+def read_entry(entry: Path) -> dict[str, NDArray[Any]]:
     """Map an entry copy-on-write: torch needs writable arrays, and nothing written reaches the file."""
     arrays: dict[str, NDArray[Any]] = {}
     try:
-        contents = json.loads((entry / _CONTENTS).read_text())
+        contents = json.loads((entry / CONTENTS).read_text())
         for name, form in contents.items():
             dtype, shape = np.dtype(form["dtype"]), tuple(form["shape"])
             if (entry / name).stat().st_size != dtype.itemsize * int(np.prod(shape)):
@@ -127,9 +127,9 @@ def _mapped(entry: Path) -> dict[str, NDArray[Any]]:
             empty = 0 in shape  # an empty file cannot be mapped
             arrays[name] = np.empty(shape, dtype) if empty else np.memmap(entry / name, dtype, "c", shape=shape)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise _Incomplete from error
+        raise IncompleteEntry from error
     except OSError:  # for example too many open files: the entry may be fine
         raise
     except Exception as error:  # a damaged description can raise anything
-        raise _Incomplete from error
+        raise IncompleteEntry from error
     return arrays
