@@ -38,7 +38,7 @@ class ColourSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Colours:
+class ColourTable:
     """Soft histogram: softmax over colours of -|pixel - colour|^2 / softness, averaged over cells."""
 
     spec: ColourSpec

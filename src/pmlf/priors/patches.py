@@ -50,7 +50,7 @@ class PatchSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patches:
+class PatchTable:
     """z = filter . (patch - mean) / sqrt(variance + 10) + bias; pooled relu(z - 0.25) and relu(-z - 0.25)."""
 
     spec: PatchSpec

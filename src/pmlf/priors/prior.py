@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from pmlf.basics.arguments import require_count
 from pmlf.data.cache import Arrays, cached, digest
-from pmlf.priors.colours import Colours, ColourSpec
-from pmlf.priors.patches import Patches, PatchSpec
+from pmlf.priors.colours import ColourSpec, ColourTable
+from pmlf.priors.patches import PatchSpec, PatchTable
 from pmlf.priors.synthetic import LARGEST_SIDE, SMALLEST_SIDE, synthetic_images
 from pmlf.priors.whitening import Whitening
 
@@ -26,8 +26,8 @@ VERSION = 1  # part of every cache key: increase it if the same spec gives other
 LARGEST_WORKING_SIDE = 64  # larger images are shrunk to it first
 
 COLOUR_BLOCKS: tuple[PatchSpec | ColourSpec, ...] = (
-    PatchSpec(name="patches", weight=0.65),
-    PatchSpec(name="half-size patches", weight=0.20, shrink=2, grid=2),
+    PatchSpec(name="patches", weight=0.65, filters=256),
+    PatchSpec(name="half-size patches", weight=0.20, shrink=2, filters=128, grid=2),
     ColourSpec(name="colours", weight=0.15),
 )
 GREY_BLOCKS: tuple[PatchSpec | ColourSpec, ...] = (
@@ -107,7 +107,7 @@ class ImagePrior:
     ((3, 32), dtype('float16'))
     """
 
-    def __init__(self, spec: PriorSpec, tables: list[Patches | Colours], whitenings: list[Whitening]) -> None:
+    def __init__(self, spec: PriorSpec, tables: list[PatchTable | ColourTable], whitenings: list[Whitening]) -> None:
         self.spec = spec
         self._tables = tables
         self._whitenings = whitenings
@@ -117,11 +117,11 @@ class ImagePrior:
         """Draw synthetic images, then a dictionary and its statistics for each block. Takes about a minute."""
         generator = torch.Generator().manual_seed(spec.seed)
         images = synthetic_images(spec.images, side=spec.working_side, channels=spec.channels, seed=spec.seed)
-        tables: list[Patches | Colours] = []
+        tables: list[PatchTable | ColourTable] = []
         whitenings = []
         with torch.inference_mode():
             for block in spec.all_blocks:
-                kind = Patches if isinstance(block, PatchSpec) else Colours
+                kind = PatchTable if isinstance(block, PatchSpec) else ColourTable
                 table = kind.make(block, images, mirrors=spec.mirrors, generator=generator)  # type: ignore[arg-type]
                 tables.append(table)
                 whitenings.append(Whitening.fit(torch.stack([table(image) for image in images])))
@@ -194,7 +194,7 @@ class ImagePrior:
 
     @classmethod
     def _of_state(cls, spec: PriorSpec, state: dict[str, Tensor]) -> Self:
-        tables: list[Patches | Colours] = []
+        tables: list[PatchTable | ColourTable] = []
         whitenings = []
         for index, block in enumerate(spec.all_blocks):
             parts: dict[str, dict[str, Any]] = {"table": {}, "whitening": {}}
@@ -203,8 +203,8 @@ class ImagePrior:
                 if int(number) == index:
                     parts[part][field] = tensor
             if isinstance(block, PatchSpec):
-                tables.append(Patches(spec=block, mirrors=spec.mirrors, **parts["table"]))
+                tables.append(PatchTable(spec=block, mirrors=spec.mirrors, **parts["table"]))
             else:
-                tables.append(Colours(spec=block, mirrors=spec.mirrors, **parts["table"]))
+                tables.append(ColourTable(spec=block, mirrors=spec.mirrors, **parts["table"]))
             whitenings.append(Whitening(**parts["whitening"]))
         return cls(spec, tables, whitenings)
