@@ -88,8 +88,13 @@ class Train(TrainingCommand):
     `pmlf report`. It uses gradients without noise, so it is sensitive and epsilon does not cover it. For public data;
     needs --seed."""
 
+    log: Annotated[tuple[str, ...], shown_default("none", "NAME [NAME ...]")] = ()
+    """Also log the released numbers with csv (log.csv in the run's folder), tensorboard (a folder in it), wandb or
+    mlflow (at MLFLOW_TRACKING_URI). The last three are extras: `pip install 'dp-pmlf[tensorboard]'`."""
+
     def execute(self) -> int:
         from pmlf.experiments import runner
+        from pmlf.integrations import loggers
 
         if self.check_on_data and not sys.stderr.isatty():
             raise ValueError(
@@ -113,6 +118,7 @@ class Train(TrainingCommand):
                 checkpoint_every=self.checkpoint_every,
                 diagnostics=self.diagnostics,
                 show_check=partial(_print_check, console) if self.check_on_data else None,
+                callbacks=[loggers.by_name(name, out) for name in self.log],
             )
         self.show(result.to_json(), display.run_summary(result))
         return _ended(result)

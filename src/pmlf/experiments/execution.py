@@ -105,6 +105,7 @@ class Execution:
             signalled_by=interrupted_by or signalled_by,
         )
         self.folder.write_result(result)
+        private.end()
         return result
 
     def _step(self, batch: LogicalBatch) -> None:
@@ -128,6 +129,7 @@ class Execution:
         self.progress.evaluations.append(evaluation)
         self.folder.write_metrics(self.progress.evaluations)
         self._observer.evaluated(evaluation)
+        self.private.log_evaluation(evaluation.numbers())
 
     def _last_evaluated(self) -> int | None:
         return self.progress.evaluations[-1].step if self.progress.evaluations else None

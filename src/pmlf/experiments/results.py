@@ -43,6 +43,16 @@ class Evaluation:
     def ema_accuracy(self) -> float | None:
         return None if self.ema_scores is None else self.ema_scores[self.split].accuracy
 
+    def numbers(self) -> dict[str, float]:
+        """The scores by name, such as "test/accuracy", for callbacks. The training loss is not among them."""
+        found: dict[str, float] = {}
+        for suffix, scores in (("", self.scores), ("-ema", self.ema_scores or {})):
+            for split, score in scores.items():
+                low, high = score.interval
+                named = {"accuracy": score.accuracy, "accuracy_low": low, "accuracy_high": high, "f1": score.f1}
+                found |= {f"{split}{suffix}/{name}": value for name, value in named.items() if value is not None}
+        return found
+
     def to_json(self) -> dict[str, Any]:
         document: dict[str, Any] = {
             "step": self.step,

@@ -30,6 +30,7 @@ from pmlf.experiments.results import RunObserver, RunResult, SilentObserver, com
 from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.tasks import Task
 from pmlf.mechanism.noise import SeededRandomness
+from pmlf.run.callbacks import Callback
 from pmlf.run.making import make_private
 from pmlf.run.private_run import PrivateRun
 
@@ -48,6 +49,7 @@ def run(
     checkpoint_every: int | None = None,
     diagnostics: bool = False,
     show_check: Callable[[Checked], None] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult:
     """Train as `spec` says, evaluate once per epoch, and write the results to the folder `out`.
 
@@ -67,6 +69,7 @@ def run(
         checkpoint_every: Steps between checkpoints. None: one checkpoint per minute.
         diagnostics: Write diagnostics.json (sensitive).
         show_check: Called with the result of `pmlf.check` on the first records (sensitive, not written).
+        callbacks: Receive the released numbers of the run, such as `pmlf.integrations.loggers.CsvLogger`.
 
     Raises:
         ValueError: If a setting, the model, the dataset or the folder is refused. The message says what to change.
@@ -87,6 +90,7 @@ def run(
         folder.make(spec)
     with _opened_ledger(folder, progress, spec.dataset, new=saved is None) as opened:
         execution = _execution(spec, task, folder, progress, saved, opened, show_sensitive, diagnostics, show_check)
+        execution.private.callbacks.extend(callbacks)
         return execution.run(observer or SilentObserver(), checkpoint_every)
 
 

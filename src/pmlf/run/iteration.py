@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from pmlf.mechanism.sampling import LogicalBatch
+
+if TYPE_CHECKING:
+    from pmlf.run.private_run import PrivateRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,3 +89,24 @@ class Epoch:
 
     def __iter__(self) -> Iterator[LogicalBatch]:
         return islice(self._batches, len(self))
+
+
+def remaining_epochs(run: PrivateRun) -> Iterator[Epoch]:
+    """The remaining epochs of a run: see `PrivateRun.epochs`."""
+    planned, batches = run.planned_epochs, run.batches()
+    while run.steps_done < run.steps:
+        number = planned.containing(run.steps_done)
+        end = planned.end(number)
+        yield Epoch(number, batches, partial(_left, run, end))
+        if run.steps_done < end:
+            if not run.budget.affords(run.steps_done):
+                break
+            raise RuntimeError(
+                f"epoch {number} has {end - run.steps_done} steps left: pass all its batches to run.step, or leave the "
+                "loop over run.epochs() too"
+            )
+    next(batches, None)  # ends the loading of records
+
+
+def _left(run: PrivateRun, end: int) -> int:
+    return end - run.steps_done

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from pmlf.evidence.budget import BudgetGuard
 from pmlf.evidence.certificate import CertifiedRun, certificate
 from pmlf.mechanism.sampling import LogicalBatch, PoissonBatches
 from pmlf.run.averaging import ParameterAverage
+from pmlf.run.callbacks import Callbacks, EndRecord, EvaluationRecord
 from pmlf.run.description import as_html, as_text, run_facts
-from pmlf.run.iteration import Batches, Epoch, Epochs
+from pmlf.run.iteration import Batches, Epoch, Epochs, remaining_epochs
 from pmlf.run.scheduling import Interval
 from pmlf.step import PrivateStep
 
@@ -45,6 +46,7 @@ class PrivateRun:
         scheduler: The learning-rate scheduler, or None.
         scheduler_interval: Whether the scheduler steps after every "step" or after every "epoch".
         budget: What the run plans to spend and has spent.
+        callbacks: Receive the released numbers of every step; a list to append to.
 
     >>> import pmlf
     >>> from torch.utils.data import TensorDataset
@@ -80,6 +82,7 @@ class PrivateRun:
         self._due: LogicalBatch | None = None
         self._released = private_step.releases
         self._between_steps = True
+        self.callbacks = Callbacks()
 
     def __getstate__(self) -> None:
         raise TypeError(
@@ -146,7 +149,7 @@ class PrivateRun:
     def _issued(self) -> Iterator[LogicalBatch]:
         for batch in self._sampler.batches(self.steps_done, self.steps):
             if not self.budget.affords(batch.step):
-                return
+                break
             self._due = batch
             yield batch
             if self.steps_done == batch.step:
@@ -154,6 +157,7 @@ class PrivateRun:
                     f"the batch of step {batch.step} was drawn but not stepped: pass every batch to run.step, also an "
                     "empty one"
                 )
+        self.end()
 
     def epochs(self) -> Iterator[Epoch]:
         """The remaining epochs, each with its batches. Epoch e ends after ceil(e * n / B) steps, the last one after T.
@@ -161,25 +165,13 @@ class PrivateRun:
         `for epoch in run.epochs():` with `for batch in epoch: run.step(batch)` takes every step of the run, and what
         follows the inner loop, such as an evaluation, is done after the last step too.
 
-        Yields:
-            One `Epoch` with `number` and `len`. A resumed run begins with the rest of its epoch.
+        Returns:
+            An iterator over `Epoch`s with `number` and `len`. A resumed run begins with the rest of its epoch.
 
         Raises:
-            RuntimeError: The batches of the epoch before were not all stepped.
+            RuntimeError: The batches of the epoch before were not all stepped. Raised by the iterator.
         """
-        planned, batches = self.planned_epochs, self.batches()
-        while self.steps_done < self.steps:
-            number = planned.containing(self.steps_done)
-            end = planned.end(number)
-            yield Epoch(number, batches, lambda end=end: end - self.steps_done)  # type: ignore[misc]
-            if self.steps_done < end and self.budget.affords(self.steps_done):
-                raise RuntimeError(
-                    f"epoch {number} has {end - self.steps_done} steps left: pass all its batches to run.step, or "
-                    "leave the loop over run.epochs() too"
-                )
-            if self.steps_done < end:
-                return
-        next(batches, None)  # ends the loading of records
+        return remaining_epochs(self)
 
     def step(self, batch: LogicalBatch) -> None:
         """Take one private step: accumulate the batch, record the event, release, and update the parameters.
@@ -225,6 +217,8 @@ class PrivateRun:
         self._sampler.passed(batch.step)
         self._released += 1
         self.private_step.release()
+        if self.callbacks:
+            self.callbacks.released(self.steps_done, self._epoch, self.optimizer, self.private_step.trained)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.scheduler is not None and self._schedule_is_due():
@@ -232,6 +226,25 @@ class PrivateRun:
         if self._average is not None:
             self._average.update(self.private_step.trained)
         self._between_steps = True
+        self.callbacks.stepped()
+
+    def log_evaluation(self, scores: Mapping[str, float]) -> None:
+        """Pass scores on unprotected records to the callbacks, with the epsilon spent so far.
+
+        Args:
+            scores: Numbers by name, such as {"test/accuracy": 0.81}.
+        """
+        record = EvaluationRecord(step=self.steps_done, epoch=self._epoch, epsilon=self.epsilon(), scores=scores)
+        self.callbacks.evaluated(record)
+
+    def end(self) -> None:
+        """Tell the callbacks, once, that the run has ended. The last of `batches` and `epochs` does this too."""
+        if self.callbacks:
+            self.callbacks.ended(EndRecord(steps=self.steps_done, certificate=self.certificate()))
+
+    @property
+    def _epoch(self) -> float:
+        return self.steps_done * self.private_step.settings.expected_batch_size / self._sampler.population
 
     def averaged_model(self) -> nn.Module | None:
         """A copy of the model with the average of the released parameters.
