@@ -20,7 +20,7 @@ from pmlf.engine.capture import capture
 from pmlf.engine.clipper import Clipper
 from pmlf.engine.criteria import per_sample_loss
 from pmlf.engine.passes import LossFunction, Pass
-from pmlf.engine.plan import Gradients, Plan, require_known
+from pmlf.engine.plan import Gradients, Plan, Watched, require_known
 from pmlf.methods import Method, resolve
 
 LARGEST_SENSITIVITY = 1.0 + 1e-4  # over the clip norm: what rounding may add to one sample's part
@@ -145,6 +145,26 @@ def check(
     )
 
 
+def rules_used(model: nn.Module, loss_fn: LossFunction, batch: Any) -> dict[str, str]:
+    """The name of the rule by which each trainable parameter gets its per-sample gradient, from one pass over a batch.
+
+    "unreached" are parameters that no sample's loss depends on. The model stays as it was.
+
+    Raises:
+        ValueError: If per-sample gradients cannot be taken by rules; the error says why and what to give instead.
+
+    >>> rules_used(nn.Linear(2, 1), lambda model, batch: model(batch).sum(1), torch.ones(3, 2))
+    {'weight': 'linear', 'bias': 'linear'}
+    """
+    refuse_unsafe_model(model)
+    plan = Plan.of(model)
+    with undisturbed(model, training=False):
+        one = Pass(Anatomy(model), plan, loss_fn, trained(model), batch, batch_size(batch))
+        reached = {name for name, _ in capture(one)}
+    owners = _owners(plan)
+    return {name: _rule_of(owners.get(name)) if name in reached else "unreached" for name in plan.parameters}
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Measured:
     sensitivity: float
@@ -222,26 +242,32 @@ def _layer_costs(subject: Subject, batch: Any) -> tuple[LayerCost, ...]:
         now = time.perf_counter()
         seconds[name] += now - start
         start, found = now, next(contributions, None)
-    owners = {parameter: watched for watched in reversed(plan.watched) for parameter in watched.own.values()}
+    owners = _owners(plan)
     kinds = {layer: type(module).__name__ for layer, module in subject.model.named_modules()}
     costs: dict[str, LayerCost] = {}
     for parameter in plan.parameters:
         owner = owners.get(parameter)
         layer = parameter if owner is None else owner.name
-        rule = "a copy a sample" if owner is None else _rule_name(owner.rule)
         before = costs.get(layer)
         costs[layer] = LayerCost(
             layer=layer or "(model)",
             kind="Parameter" if owner is None else kinds[owner.name],
-            rule=rule,
+            rule=_rule_of(owner),
             parameters=values[parameter].numel() + (before.parameters if before else 0),
             seconds=seconds[parameter] + (before.seconds if before else 0.0),
         )
     return tuple(costs.values())
 
 
-def _rule_name(rule: Any) -> str:
-    return "vmap" if rule is None else rule.__name__.strip("_").replace("_", " ")
+def _owners(plan: Plan) -> dict[str, Watched]:
+    """The layer that each parameter is taken at, by the parameter's name."""
+    return {parameter: watched for watched in reversed(plan.watched) for parameter in watched.own.values()}
+
+
+def _rule_of(owner: Watched | None) -> str:
+    if owner is None:
+        return "a copy a sample"
+    return "vmap" if owner.rule is None else owner.rule.__name__.strip("_").replace("_", " ")
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
