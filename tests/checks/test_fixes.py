@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import pmlf
@@ -119,3 +120,138 @@ def test_an_encoder_with_a_padding_mask_gives_the_same_after_fixing_in_eval_mode
     x, padding = torch.randn(3, 5, 8), torch.arange(5) >= torch.tensor([[3], [5], [4]])
     expected, found = (m(x, src_key_padding_mask=padding) for m in (model, pmlf.fix_model(model)))
     assert torch.allclose(expected[~padding], found[~padding], atol=1e-5)
+
+
+class NormAct(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d: the activation is inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(super().forward(x))
+
+
+def test_a_batch_norm_that_does_more_is_refused_and_not_replaced() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), NormAct(8))
+    with pytest.raises(ValueError, match=r"layer '1' \(NormAct\) is a BatchNorm of its own kind"):
+        pmlf.fix_model(model)
+    with pytest.raises(ValueError, match="or build the model with GroupNorm"):
+        pmlf.check(model, classify, images(3, 6, 6)(2))
+
+
+def test_an_attention_that_does_more_is_refused_and_not_replaced() -> None:
+    class Scaled(nn.MultiheadAttention):
+        def forward(self, *args: Tensor, **named: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            out, weights = super().forward(*args, **named)  # type: ignore[arg-type]
+            return 2 * out, weights
+
+    with pytest.raises(ValueError, match="MultiheadAttention of its own kind"):
+        pmlf.fix_model(nn.Sequential(Scaled(8, 2)))
+
+
+def test_with_neutral_statistics_a_fixed_model_computes_what_the_original_does_in_eval_mode() -> None:
+    """Norms are made neutral in both, so that all else must be the same: weights, hooks, activations, their places."""
+
+    def neutral(norm: nn.Module, given: tuple[Tensor], out: Tensor) -> Tensor:
+        return given[0] * norm.weight.view(-1, 1, 1) + norm.bias.view(-1, 1, 1)
+
+    def block(inside: int) -> nn.Sequential:
+        norm = nn.BatchNorm2d(8)
+        nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+        norm.register_forward_hook(lambda norm, given, out: out.clamp(min=-0.5))
+        return nn.Sequential(nn.Conv2d(inside, 8, 3, padding=1), norm, nn.ReLU(inplace=True))
+
+    model = nn.Sequential(block(3), block(8), nn.Flatten(), nn.Linear(8 * 36, 4)).eval()
+    fixed = pmlf.fix_model(model)
+    for each in fixed.modules():
+        if isinstance(each, nn.GroupNorm):
+            each.register_forward_hook(neutral, prepend=True)
+    x = torch.randn(3, 3, 6, 6)
+    assert sum(isinstance(each, nn.GroupNorm) for each in fixed.modules()) == 2
+    torch.testing.assert_close(fixed(x), model(x), rtol=1e-4, atol=1e-4)  # running mean 0, variance 1
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 5), nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(3, 4, 3)])
+def test_spectral_norm_is_replaced_by_one_that_writes_nothing_and_follows_the_weight(layer: nn.Module) -> None:
+    torch.manual_seed(0)
+    parametrized = nn.utils.parametrizations.spectral_norm(layer)
+    with pytest.raises(ValueError, match="power iteration"):
+        pmlf.PrivateStep(nn.Sequential(parametrized), classify, noise_multiplier=1.0, expected_batch_size=2)
+    fixed = pmlf.fix_model(nn.Sequential(parametrized))[0]
+    before = {name: buffer.clone() for name, buffer in fixed.named_buffers()}
+
+    def largest() -> float:
+        axis = 1 if isinstance(layer, nn.ConvTranspose2d) else 0
+        return float(torch.linalg.matrix_norm(fixed.weight.detach().movedim(axis, 0).flatten(1), 2))
+
+    assert abs(largest() - 1.0) < 0.01
+    torch.testing.assert_close(fixed.weight, parametrized.eval().weight, rtol=0.02, atol=0.0)  # both have iterated
+    with torch.no_grad():
+        original = fixed.parametrizations.weight.original
+        original += 0.3 * original.std() * torch.randn_like(original)
+    assert abs(largest() - 1.0) < 0.05
+    assert all(torch.equal(before[name], buffer) for name, buffer in fixed.named_buffers())
+
+
+def test_a_fixed_spectral_norm_trains_privately() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.utils.parametrizations.spectral_norm(nn.Linear(12, 4)))
+    fixed = pmlf.fix_model(model)
+    step = pmlf.PrivateStep(
+        fixed, classify, noise_multiplier=1.0, expected_batch_size=3, gradients="one-by-one", clip_norm=1.0
+    )
+    step.accumulate(images(3, 2, 2)(3))
+    step.release()
+
+
+def test_the_spectral_norm_of_hooks_is_refused_with_the_other_to_use() -> None:
+    with pytest.raises(ValueError, match=r"torch\.nn\.utils\.parametrizations\.spectral_norm"):
+        pmlf.fix_model(nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3))))
+
+
+class DrawingVAE(nn.Module):
+    """Draws the noise of its reparametrisation itself: always, or in training mode only."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.always, self.encode, self.decode = always, nn.Linear(6, 4), nn.Linear(2, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, log_scale = self.encode(x).chunk(2, 1)
+        noise = torch.randn_like(mean) if self.always or self.training else torch.zeros_like(mean)
+        return self.decode(mean + noise * log_scale.exp())
+
+
+def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]) - batch[0]).square().sum(1)
+
+
+def test_a_vae_that_draws_in_training_mode_trains_and_one_that_always_draws_is_told_why_not() -> None:
+    for always in (False, True):
+        step = pmlf.PrivateStep(DrawingVAE(always=always), squared_error, noise_multiplier=1.0, expected_batch_size=3)
+        if always:
+            with pytest.raises(ValueError, match=r"random in eval mode.*only if model\.training is set"):
+                step.accumulate(images(6)(3))
+        else:
+            step.accumulate(images(6)(3))
+            step.release()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_rwkv_that_rescales_its_weights_releases_nothing_and_one_that_does_not_trains(training: bool) -> None:
+    config = {"vocab_size": 20, "hidden_size": 8, "attention_hidden_size": 8, "num_hidden_layers": 2}
+    ids = torch.randint(20, (2, 5))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch, use_cache=False).logits.square().mean((1, 2))
+
+    def released(rescale_every: int) -> None:
+        model = transformers.RwkvForCausalLM(transformers.RwkvConfig(**config, rescale_every=rescale_every))
+        step = pmlf.PrivateStep(
+            model.train(training), loss, noise_multiplier=1.0, expected_batch_size=2, gradients="one-by-one"
+        )
+        step.accumulate(ids)
+        step.accumulate(ids)
+        step.release()
+
+    released(0)
+    for rescale_every in (1, 6):
+        with pytest.raises((ValueError, RuntimeError), match=r"written by the forward pass|parameters changed"):
+            released(rescale_every)

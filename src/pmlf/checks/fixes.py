@@ -9,6 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+REPLACED_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # these types, no subclass
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_POWER_ITERATIONS = 8  # from a start that is never moved: a weight that has changed a lot is still followed
 
 
 def fix_model(model: nn.Module) -> nn.Module:
@@ -16,12 +30,21 @@ def fix_model(model: nn.Module) -> nn.Module:
 
     BatchNorm becomes GroupNorm (weights taken over; its running statistics have no place there), InstanceNorm stops
     tracking statistics, MultiheadAttention becomes Linear layers with scaled dot-product attention, computing the same.
+    Spectral normalisation keeps its start vectors and iterates from them in every pass, writing nothing.
+    Only layers of exactly these types are replaced, with their hooks: what a subclass adds cannot be carried over.
+
+    Raises:
+        ValueError: If a layer is a BatchNorm or MultiheadAttention of a subclass, or cannot be replaced otherwise.
 
     >>> fix_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].num_groups
     2
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}: a torch.nn.Module is needed")
+    for name, module in model.named_modules():
+        reason = _irreplaceable(module)
+        if reason is not None:
+            raise ValueError(f"{f'layer {name!r}' if name else 'the model'} ({type(module).__name__}) {reason}")
     fixed = copy.deepcopy(model)
     replacement = _replacement(fixed)
     if replacement is not None:
@@ -31,23 +54,53 @@ def fix_model(model: nn.Module) -> nn.Module:
         for name, child in module._modules.items():  # a child by every name it has: shared, it stays shared
             replacement = None if child is None else replaced[child]
             if child is not None and replacement is not None:
-                setattr(module, name, replacement.train(child.training))
+                module._modules[name] = replacement
     for module in fixed.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # in eval mode that path reads the attention's own weights
     return fixed
 
 
+def _irreplaceable(module: nn.Module) -> str | None:
+    """Why a layer that needs replacing has no replacement; None for all others."""
+    if isinstance(module, _BatchNorm) and type(module) not in REPLACED_BATCH_NORMS:
+        return (
+            "is a BatchNorm of its own kind, and GroupNorm would drop what it does besides: build the model with "
+            "GroupNorm in its place (timm: norm_layer='groupnorm' where the model takes it), or put it in eval mode "
+            "and leave the model as it is"
+        )
+    if isinstance(module, nn.MultiheadAttention) and type(module) is not nn.MultiheadAttention:
+        return (
+            "is a MultiheadAttention of its own kind, whose forward pass cannot be carried over: build it from Linear "
+            "layers and torch.nn.functional.scaled_dot_product_attention"
+        )
+    if any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
+        return (
+            "has the spectral norm of torch.nn.utils, a hook that writes its weight in every pass: use "
+            "torch.nn.utils.parametrizations.spectral_norm, which fix_model replaces by one that writes nothing"
+        )
+    return None
+
+
 def _replacement(module: nn.Module) -> nn.Module | None:
     if isinstance(module, _BatchNorm):
-        return _group_norm(module)
+        return _in_place_of(module, _group_norm(module))
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         module.track_running_stats = False
         module.running_mean = module.running_var = module.num_batches_tracked = None
         return module
     if isinstance(module, nn.MultiheadAttention):
-        return Attention.of(module)
+        return _in_place_of(module, Attention.of(module))
+    if type(module) is _SpectralNorm and "_u" in module._buffers:
+        return _in_place_of(module, SpectralScale.of(module))
     return None
+
+
+def _in_place_of(module: nn.Module, replacement: nn.Module) -> nn.Module:
+    """The replacement, in the same mode and with the same hooks."""
+    for name in _HOOKS:
+        setattr(replacement, name, getattr(module, name))
+    return replacement.train(module.training)
 
 
 def _group_norm(norm: _BatchNorm) -> nn.GroupNorm:
@@ -58,6 +111,34 @@ def _group_norm(norm: _BatchNorm) -> nn.GroupNorm:
     if norm.affine:
         fixed.weight, fixed.bias = norm.weight, norm.bias
     return fixed
+
+
+class SpectralScale(nn.Module):
+    """weight / sigma, its largest singular value, by power iterations from a fixed start; no pass writes anything.
+
+    torch's own parametrization goes on from where the last pass left its vectors, which is state that passes write.
+    """
+
+    def __init__(self, start: Tensor, *, axis: int, eps: float, iterations: int) -> None:
+        super().__init__()
+        self.axis, self.eps, self.iterations = axis, eps, iterations
+        self.register_buffer("start", start)
+
+    @classmethod
+    def of(cls, norm: _SpectralNorm) -> SpectralScale:
+        """The same norm, at the same precision or better."""
+        iterations = max(norm.n_power_iterations, _POWER_ITERATIONS)
+        return cls(norm._v.detach().clone(), axis=norm.dim, eps=norm.eps, iterations=iterations)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight, scaled; the gradient takes the singular vectors as constants, as torch's does."""
+        matrix = weight.movedim(self.axis, 0).flatten(1)
+        right: Tensor = self.get_buffer("start")
+        with torch.no_grad():
+            for _ in range(self.iterations):
+                left = F.normalize(matrix.mv(right), dim=0, eps=self.eps)
+                right = F.normalize(matrix.mT.mv(left), dim=0, eps=self.eps)
+        return weight / torch.dot(left, matrix.mv(right))
 
 
 class Attention(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from pmlf.basics.batches import batch_size, first_repeated, same_batches, select, tensors_of, to_device, to_dtype
 from pmlf.checks.comparison import (
@@ -25,6 +26,7 @@ from pmlf.checks.comparison import (
     trained,
 )
 from pmlf.checks.draws import Unknown, constant_draws
+from pmlf.checks.fixes import REPLACED_BATCH_NORMS
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.capture import capture
 from pmlf.engine.layers import UnsupportedModel, VmapUnsupported
@@ -63,10 +65,13 @@ def _unsafe(module: nn.Module) -> str | None:
     # In eval mode, with its own statistics, it mixes nothing; in training mode every step would refuse their change.
     fixed = isinstance(module, (_BatchNorm, _InstanceNorm)) and module.track_running_stats and not module.training
     if isinstance(module, _BatchNorm) and not fixed:
+        way = f"{_FIX} by GroupNorm" if type(module) in REPLACED_BATCH_NORMS else "build the model with GroupNorm"
         return (
             "mixes the samples of a batch and saves their statistics without noise: put it in eval mode, with the "
-            f"statistics that it has, or {_FIX} by GroupNorm"
+            f"statistics that it has, or {way}"
         )
+    if isinstance(module, _SpectralNorm) and "_u" in module._buffers and module.training:
+        return f"writes the vectors of its power iteration in every pass: {_FIX} by one that writes nothing"
     if isinstance(module, _InstanceNorm) and module.track_running_stats and not fixed:
         return f"saves running statistics of the data without noise: set track_running_stats=False, or {_FIX}"
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
