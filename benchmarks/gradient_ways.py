@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pmlf import PrivateStep
 from pmlf.bench import cases
+from pmlf.bench.case import Batch, Case, losses
 from pmlf.engine.plan import GRADIENTS, Gradients
 
 
@@ -33,7 +34,7 @@ class Recurrent(nn.Module):
         return logits
 
 
-LSTM = cases.Case(
+LSTM = Case(
     name="lstm-64x32",
     batch=64,
     classes=10,
@@ -44,12 +45,10 @@ MEASURED = (cases.find("cnn5"), cases.find("stack-128x64"), LSTM)
 
 
 def stepped(model: nn.Module, way: Gradients, samples: int) -> PrivateStep:
-    return PrivateStep(
-        model, cases.losses, method="dpsgd", noise_multiplier=0.0, expected_batch_size=samples, gradients=way
-    )
+    return PrivateStep(model, losses, method="dpsgd", noise_multiplier=0.0, expected_batch_size=samples, gradients=way)
 
 
-def seconds(step: PrivateStep, batch: cases.Batch) -> float:
+def seconds(step: PrivateStep, batch: Batch) -> float:
     start = time.perf_counter()
     step.accumulate(batch)
     step.release()

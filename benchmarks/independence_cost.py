@@ -23,7 +23,8 @@ from unittest import mock
 import torch
 
 from pmlf import PrivateStep, machine
-from pmlf.bench.cases import CASES, losses
+from pmlf.bench.case import losses
+from pmlf.bench.cases import CASES
 from pmlf.checks.first_look import FirstLook, proof
 from pmlf.checks.watch import Watch
 

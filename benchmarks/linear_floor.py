@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from engines import timed
 from pmlf import machine
 from pmlf.bench import cases, contenders
+from pmlf.bench.case import Batch
 from pmlf.bench.contenders import CLIP_NORM, Runner
 from pmlf.bench.suite import on_this_machine
 from pmlf.engine.arithmetic import add_product
@@ -28,7 +29,7 @@ from pmlf.engine.arithmetic import add_product
 ENGINES = ("plain", "opacus-ghost", "pmlf-k1", "pmlf-k2")
 
 
-def by_hand(model: nn.Module, batch: cases.Batch) -> Runner:
+def by_hand(model: nn.Module, batch: Batch) -> Runner:
     """The clipped sum of per-sample gradients: |weight's|^2 + |bias's|^2 = (|x|^2 + 1) |g|^2."""
     weight, bias = (parameter.detach() for parameter in model.parameters())
     inputs, classes = batch

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 import pmlf
-from pmlf.bench import cases, contenders, growth, measure, report, suite
+from pmlf.bench import case, cases, contenders, growth, measure, modern, report, suite
 from pmlf.bench.measure import BenchJob, Conditions, Outcome, race
 from pmlf.cli.main import main
 
@@ -138,6 +138,47 @@ def _running(process: str) -> bool:
         return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+# --- the models that people fine-tune, with small sizes
+
+SMALL = (
+    modern.llama(layers=1, width=16, length=5, words=30, batch=3),
+    modern.llama_lora(layers=1, width=16, length=5, words=30, batch=3, rank=2),
+    modern.t5(layers=1, width=16, source=5, target=4, words=30, batch=3),
+    modern.convnext(depths=(1, 1), width=8, size=16, batch=3),
+    modern.lstm(layers=2, width=8, length=5, words=30, batch=3),
+    modern.unet(width=4, size=8, batch=3),
+)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of vmap and Opacus
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("small", SMALL, ids=lambda each: each.name)
+def test_private_contenders_agree_on_a_model_or_refuse_it(small: case.Case) -> None:
+    """vmap, one whole model at a time, is the measure of the others; an error of a contender is a row of the table."""
+    expected = small.prepare()
+    assert case.losses(*expected).shape == (3,)
+    norms: dict[str, float] = {}
+    for name in ("vmap", "pmlf-k1", "pmlf-k2", "opacus", "opacus-ghost"):
+        try:
+            runner = contenders.find(name).prepare(*small.prepare(), 1)
+            clipped = runner.gradient()
+            clipped = clipped if runner.release is None else runner.release()
+        except Exception:  # what becomes the error of a row
+            continue
+        norms[name] = float(sum(float(each.detach().norm()) ** 2 for each in clipped) ** 0.5)
+    for name in {"pmlf-k1", "pmlf-k2"} & set(norms):
+        assert norms[name] == pytest.approx(norms["vmap"], rel=1e-3), name
+    assert "vmap" in norms
+
+
+@pytest.mark.slow
+def test_an_error_of_another_library_is_a_row() -> None:
+    """Opacus takes no LSTM of torch, only its own."""
+    (found,) = race("lstm", [job("opacus", case="lstm")], 1, silent)
+    row = report.case_document("lstm", 1, [found])["contenders"][0]
+    assert row["error"].startswith("TypeError") and row["time_ratio"] is None
 
 
 # --- ratios and targets

@@ -1,50 +1,14 @@
-"""Cases of the benchmark: models with random weights, and random batches of realistic sizes."""
+"""Cases of the benchmark by name: models with random weights, and random batches of realistic sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pmlf import models
+from pmlf.bench import modern
+from pmlf.bench.case import Case
 from pmlf.models.vit import Block
-
-SEED = 0
-Batch = tuple[Tensor, Tensor]  # inputs, classes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model and its batch. The memory of the modules in `imports` does not count as the model's."""
-
-    name: str
-    batch: int
-    classes: int
-    build: Callable[[], nn.Module]
-    inputs: Callable[[int], Tensor]
-    images: bool = False
-    micro_batches: int = 1  # of a whole step
-    imports: tuple[str, ...] = ()
-
-    def samples(self, scale: float = 1.0) -> int:
-        """The scaled batch size."""
-        return max(1, round(self.batch * scale))
-
-    def prepare(self, scale: float = 1.0) -> tuple[nn.Module, Batch]:
-        """Build the model and the batch. They are the same in every process."""
-        torch.manual_seed(SEED)
-        model = self.build().train()
-        samples = self.samples(scale)
-        return model, (self.inputs(samples), torch.randint(self.classes, (samples,)))
-
-
-def losses(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss of each sample, the same for all cases and contenders."""
-    inputs, classes = batch
-    return F.cross_entropy(model(inputs), classes, reduction="none")
 
 
 def _image_model(name: str, *, batch: int, size: int = 32, channels: int = 3, micro_batches: int = 1) -> Case:
@@ -126,6 +90,12 @@ CASES: dict[str, Case] = {
             imports=("transformers.models.roberta.modeling_roberta",),
         ),
         _image_model("linear", batch=1000, size=28, channels=1),
+        modern.llama(),
+        modern.t5(),
+        modern.convnext(),
+        modern.lstm(),
+        modern.unet(),
+        modern.llama_lora(),
     )
 }
 WIDTHS, LENGTHS = (64, 128, 256, 512), (16, 32, 64, 128, 256)

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pmlf import PrivateStep, methods
-from pmlf.bench.cases import Batch, losses
+from pmlf.bench.case import Batch, losses, sample_losses
 from pmlf.methods import Method
 
 CLIP_NORM = 1.0
@@ -85,6 +84,15 @@ def _opacus(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
     return Runner(gradient=gradient, clear=lambda: optimizer.zero_grad(set_to_none=True))
 
 
+class _SampleLoss(nn.Module):
+    """Losses of the samples, as Opacus asks for them: a module with a `reduction`, which it sets to "none"."""
+
+    reduction = "mean"
+
+    def forward(self, logits: Tensor, classes: Tensor) -> Tensor:
+        return sample_losses(logits, classes)
+
+
 def _opacus_ghost(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
     """Opacus with ghost clipping: one backward pass for the norms, one for the gradient of the rescaled losses."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
@@ -99,7 +107,7 @@ def _opacus_ghost(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
         max_grad_norm=CLIP_NORM,
         expected_batch_size=len(classes),
     )
-    criterion = DPLossFastGradientClipping(module, optimizer, nn.CrossEntropyLoss())
+    criterion = DPLossFastGradientClipping(module, optimizer, _SampleLoss())
 
     def gradient() -> Sequence[Tensor]:
         criterion(module(inputs), classes).backward()
@@ -110,11 +118,11 @@ def _opacus_ghost(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
 
 def _vmap(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
     """torch.func: all per-sample gradients by vmap, in memory at once."""
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
     def loss(parameters: dict[str, Tensor], example: Tensor, target: Tensor) -> Tensor:
         logits = torch.func.functional_call(model, parameters, (example[None],))
-        return F.cross_entropy(logits, target[None])
+        return sample_losses(logits, target[None]).sum()
 
     # vmap treats dropout with probability 0 as random
     per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0), randomness="different")

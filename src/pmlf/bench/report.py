@@ -115,6 +115,18 @@ TARGETS = (
     Target(case="roberta", name="memory at k=2 / Opacus' hooks", value=_memory_of_hooks, limit=0.5),
     Target(case="roberta", name="release / step", value=_release_share, limit=0.15),
     *(_time(1, "linear", 1.7), _time(2, "linear", 3.2), _opacus("linear", 3.0)),
+    *(
+        target
+        for case, once, twice in (
+            ("llama", 1.5, 2.9),
+            ("t5", 1.5, 2.9),
+            ("convnext", 1.5, 2.9),
+            ("lstm", 2.5, 5.0),
+            ("unet", 1.5, 2.9),
+            ("llama-lora", 1.5, 2.9),
+        )
+        for target in (_time(1, case, once), _time(2, case, twice), _memory(case, 3.0))
+    ),
 )
 
 

@@ -23,7 +23,7 @@ class Bench(Command):
     """
 
     cases: Annotated[tuple[str, ...] | None, shown_default("all", "NAME [NAME ...]")] = None
-    """One or more of cnn5, resnet18, vit, roberta, linear."""
+    """One or more of cnn5, resnet18, vit, roberta, linear, llama, t5, convnext, lstm, unet, llama-lora."""
 
     contenders: Annotated[tuple[str, ...] | None, shown_default("all", "NAME [NAME ...]")] = None
     """One or more of plain, plain-channels-last, opacus, opacus-ghost, vmap, pmlf-k1, pmlf-k2, pmlf-k4, pmlf-step."""
