@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pmlf import accounting, audit, checkpoint, filters, machine, methods, sampling, shapes, theory
+    from pmlf import accounting, audit, checkpoint, filters, machine, methods, probe, sampling, shapes, theory
     from pmlf.checks.fixes import fix_model
     from pmlf.checks.inspection import check
     from pmlf.engine.augmentation import Augmentation
@@ -36,6 +36,7 @@ __all__ = [
     "machine",
     "make_private",
     "methods",
+    "probe",
     "sampling",
     "shapes",
     "theory",

@@ -11,11 +11,13 @@ from pmlf.mechanism.accounting import (
     finest_epsilon,
     noise_multiplier,
 )
+from pmlf.mechanism.composition import composed_epsilon
 
 __all__ = [
     "ACCOUNTANTS",
     "Event",
     "affordable_steps",
+    "composed_epsilon",
     "cyclic",
     "delta",
     "epsilon",

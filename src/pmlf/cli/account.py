@@ -58,14 +58,13 @@ class Account(Budget, Command):
 
     def _add_up(self, path: Path) -> int:
         from pmlf.evidence import ledger
-        from pmlf.mechanism import accounting
+        from pmlf.mechanism import accounting, composition
 
         tally = ledger.read(path)
         delta = USUAL_DELTA if self.delta is None else self.delta
         planned = len({trial.key for trial in tally.trials}) == 1
         if planned:
-            ((event, count),) = tally.events.items()
-            spent = accounting.epsilon(**asdict(event), steps=count, delta=delta)
+            spent = composition.composed_epsilon(tally.events, delta=delta)
         else:
             spent = accounting.filter_epsilon(tally.events, delta=delta)
         runs = [
@@ -76,6 +75,7 @@ class Account(Budget, Command):
                 "planned_steps": t.plan.steps,
                 "seeded": tally.replayable(t),
                 "events": count,
+                **({"queries": [query.name for query in t.plan.queries]} if t.plan.queries else {}),
             }
             for t, count in tally.trials.items()
         ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from pmlf.evidence.ledger import Ledger, Position
 from pmlf.evidence.tally import PrivacyPlan, Session, Tally, Trial
 from pmlf.mechanism import accounting
 from pmlf.mechanism.accounting import Event
+from pmlf.mechanism.composition import composed_epsilon
 
 
 class MemoryLedger:
@@ -80,8 +82,15 @@ class BudgetGuard:
 
     @property
     def run_events(self) -> int:
-        """The number of events of this run: its steps, and steps that were repeated with fresh noise."""
+        """The number of events of this run: its queries and steps, and those that were repeated with fresh noise."""
         return self.tally.events_of(self._session.run)
+
+    @property
+    def run_parts(self) -> tuple[int, ...]:
+        """The number of events of each part of the plan: of every query, and at last of the steps."""
+        same = [t for t in self.tally.trials if (t.run, t.plan.queries) == (self._session.run, self._plan.queries)]
+        own = [self.tally.parts_of(trial) for trial in same]
+        return tuple(map(sum, zip(*own, strict=True))) if own else (0,) * len(self._plan.parts)
 
     @property
     def filtered(self) -> bool:
@@ -92,7 +101,12 @@ class BudgetGuard:
     def as_planned(self) -> bool:
         """Whether all events belong to one start of one plan, so that their number depends on no result."""
         one_beginning = all(trial == self._session.trial for trial in self.tally.trials)
-        return one_beginning and self.run_events <= self._plan.steps
+        trials = self.tally.trials
+        return one_beginning and all(self._within(self.tally.parts_of(trial)) for trial in trials)
+
+    def _within(self, counts: Sequence[int]) -> bool:
+        """Whether no part of the plan has more events than planned."""
+        return all(count <= planned for count, (_, planned) in zip(counts, self._plan.parts, strict=True))
 
     @property
     def guards_longer_plans(self) -> bool:
@@ -103,7 +117,7 @@ class BudgetGuard:
         """The epsilon that holds for everything in the ledger, whatever results were seen; None if none does."""
         plan = self._plan
         if self.as_planned:
-            return accounting.epsilon(**asdict(plan.event), steps=plan.steps, delta=plan.delta)
+            return composed_epsilon(plan.events, delta=plan.delta)
         target = plan.target_epsilon
         if target is None or not all(self._bounded_by(target, trial) for trial in self.tally.trials):
             return None
@@ -118,10 +132,16 @@ class BudgetGuard:
         return own.target_epsilon is not None and own.target_epsilon <= target and own.delta == self._plan.delta
 
     def affords(self, step: int) -> bool:
-        """Whether the total stays within the target epsilon after this step; always True without a target."""
+        """Whether the total stays within the target epsilon after this event; always True without a target.
+
+        Args:
+            step: The number of the event in the plan, a step's own number if the plan has no queries.
+        """
         target, event = self._plan.target_epsilon, self._plan.event
         if target is None or self.tally.replays(self._session, step):
             return True
+        if self._plan.queries:
+            return self._affords_beside_queries(step, target)
         count = self.tally.events.get(event, 0) + 1
         beside = {other: n for other, n in self.tally.events.items() if other != event}
         if count > self._affordable or beside != self._beside:  # other runs may spend from the same ledger
@@ -136,16 +156,25 @@ class BudgetGuard:
             )
         return count <= self._affordable
 
+    def _affords_beside_queries(self, step: int, target: float) -> bool:
+        plan = self._plan
+        after = Counter(self.tally.events)
+        after[plan.event_at(step)] += 1
+        if self.filtered:
+            return accounting.filter_epsilon(after, delta=plan.delta) <= target
+        planned = all(count <= plan.events.get(event, 0) for event, count in after.items())
+        if planned and composed_epsilon(plan.events, delta=plan.delta) <= target:
+            return True
+        return composed_epsilon(after, delta=plan.delta) <= target
+
     def spend(self, step: int) -> None:
-        """Record that a step is about to be released; with a ledger it is on the disk when this returns."""
+        """Record that an event is about to be released; with a ledger it is on the disk when this returns."""
         self._ledger.spend(self._session, step=step)
 
     def epsilon(self) -> float:
         """Epsilon spent by all events in the ledger."""
-        event, delta = self._plan.event, self._plan.delta
-        if self.filtered:
-            return accounting.filter_epsilon(self.tally.events, delta=delta)
-        return accounting.epsilon(**asdict(event), steps=self.tally.events.get(event, 0), delta=delta)
+        compose = accounting.filter_epsilon if self.filtered else composed_epsilon
+        return compose(self.tally.events, delta=self._plan.delta)
 
     def state_dict(self) -> dict[str, Any]:
         """The number of events since the run's start, its random name, and the position in the ledger."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,8 +28,10 @@ from pmlf.evidence.statement import (
     Statement,
     read_statement,
 )
-from pmlf.evidence.tally import PrivacyPlan, Trial
+from pmlf.evidence.tally import PrivacyPlan, Trial, events_of
 from pmlf.mechanism import accounting
+from pmlf.mechanism.accounting import Event
+from pmlf.mechanism.composition import composed_epsilon, finest_composed_epsilon
 from pmlf.methods import Method
 
 _ROUNDING = 1e-9  # relative: other machines differ in the last digits
@@ -76,7 +78,7 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
     Returns:
         A JSON-ready document with a digest.
     """
-    plan, released = budget.plan, budget.run_events
+    plan, parts = budget.plan, budget.run_parts
     return sealed(
         {
             "certificate": FORMAT,
@@ -88,10 +90,11 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
             "delta": plan.delta,
             "target_epsilon": plan.target_epsilon,
             "composition": PLD if budget.as_planned else FILTER if budget.filtered else CAPPED,
-            "epsilon_at_planned_steps": _by_accountant(plan, plan.steps),
-            "epsilon_at_released_steps": _by_accountant(plan, released),
+            "epsilon_at_planned_steps": _by_accountant(plan.events, plan.delta),
+            "epsilon_at_released_steps": _by_accountant(events_of(plan, parts), plan.delta),
             "planned_steps": plan.steps,
-            "released_steps": released,
+            "released_steps": parts[-1],
+            **_queries(plan, parts),
             "steps_of_the_model": run.steps_done,
             "records": run.records,
             "expected_batch_size": run.expected_batch_size,
@@ -105,7 +108,7 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
             "reproducible_noise": run.reproducible,
             "independence_of_samples": run.independence,
             "watched_at_every_step": run.watched,
-            "trials": [_trial(trial, events) for trial, events in budget.tally.trials.items()],
+            "trials": [_trial(trial, budget.tally.parts_of(trial)) for trial in budget.tally.trials],
             "not_accounted_for": list(NOT_ACCOUNTED_FOR),
             "versions": _versions(),
         }
@@ -122,7 +125,15 @@ def _method(method: Method) -> dict[str, Any]:
     }
 
 
-def _trial(trial: Trial, events: int) -> dict[str, Any]:
+def _queries(plan: PrivacyPlan, parts: Sequence[int]) -> dict[str, Any]:
+    """What is released before the steps; nothing for a plan of steps alone."""
+    if not plan.queries:
+        return {}
+    pairs = zip(plan.queries, parts, strict=False)
+    return {"queries": [{"name": q.name, **asdict(q.event), "planned": q.count, "released": n} for q, n in pairs]}
+
+
+def _trial(trial: Trial, parts: Sequence[int]) -> dict[str, Any]:
     plan = trial.plan
     return {
         "run": trial.run,
@@ -131,7 +142,8 @@ def _trial(trial: Trial, events: int) -> dict[str, Any]:
         "planned_steps": plan.steps,
         "target_epsilon": plan.target_epsilon,
         "delta": plan.delta,
-        "events": events,
+        "events": parts[-1],
+        **_queries(plan, parts),
     }
 
 
@@ -268,26 +280,22 @@ def examined(document: Mapping[str, Any]) -> tuple[tuple[Claim, ...], str | None
 def _claims(stated: Statement) -> Iterator[Claim]:
     plan = stated.plan
 
-    def claim(name: str, epsilon: float, steps: int, accountant: str) -> Claim:
-        bound = accounting.epsilon(**asdict(plan.event), steps=steps, delta=plan.delta, accountant=accountant)
+    def claim(name: str, epsilon: float, events: Mapping[Event, int], accountant: str) -> Claim:
+        bound = composed_epsilon(events, delta=plan.delta, accountant=accountant)
         if bound > epsilon:
-            bound = min(bound, accounting.finest_epsilon(plan.event, steps=steps, delta=plan.delta))
+            bound = min(bound, finest_composed_epsilon(events, delta=plan.delta))
         return Claim(name=name, stated=epsilon, recomputed=bound)
 
     if stated.epsilon is not None and stated.composition == FILTER:
         spent = accounting.filter_epsilon(stated.events, delta=plan.delta)
         yield Claim(name="epsilon", stated=stated.epsilon, recomputed=spent)
     elif stated.epsilon is not None:
-        covered = plan.steps if stated.composition == PLD else stated.released_steps
-        yield claim("epsilon", stated.epsilon, covered, "pld")
+        yield claim("epsilon", stated.epsilon, plan.events if stated.composition == PLD else stated.released, "pld")
     for accountant in accounting.ACCOUNTANTS:
         planned, released = stated.at_planned_steps[accountant], stated.at_released_steps[accountant]
-        yield claim(f"epsilon_at_planned_steps, {accountant}", planned, plan.steps, accountant)
-        yield claim(f"epsilon_at_released_steps, {accountant}", released, stated.released_steps, accountant)
+        yield claim(f"epsilon_at_planned_steps, {accountant}", planned, plan.events, accountant)
+        yield claim(f"epsilon_at_released_steps, {accountant}", released, stated.released, accountant)
 
 
-def _by_accountant(plan: PrivacyPlan, steps: int) -> dict[str, float]:
-    return {
-        name: accounting.epsilon(**asdict(plan.event), steps=steps, delta=plan.delta, accountant=name)
-        for name in accounting.ACCOUNTANTS
-    }
+def _by_accountant(events: Mapping[Event, int], delta: float) -> dict[str, float]:
+    return {name: composed_epsilon(events, delta=delta, accountant=name) for name in accounting.ACCOUNTANTS}

@@ -39,6 +39,7 @@ def page(document: Mapping[str, Any]) -> str:
         spent=_spent(document),
         composition=document["composition"],
         mechanism=_mechanism(document),
+        queries=_queries(document.get("queries", [])),
         method=_method(document),
         trials=_trials(document["trials"]),
         not_accounted_for=document["not_accounted_for"],
@@ -100,6 +101,20 @@ def _method(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("noise", document["randomness"]),
         ("samples are independent", document.get("independence_of_samples", "not stated")),
         ("checked at every step", "yes" if document.get("watched_at_every_step") else "no"),
+    ]
+
+
+def _queries(queries: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A row for everything that is released before the steps."""
+    return [
+        (
+            query["name"],
+            _number(query["noise_multiplier"]),
+            _number(query["sample_rate"]),
+            f"{query['planned']:,}",
+            f"{query['released']:,}",
+        )
+        for query in queries
     ]
 
 

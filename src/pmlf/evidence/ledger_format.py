@@ -5,8 +5,9 @@
     {"step": 0} 9d5e...
     {"step": 1} 4c1b...
 
-The events after a run's line belong to that run. A resumed run writes its line again. A changed or missing line is
-detected. The digests have no key: they detect accidents, not forgery.
+The events after a run's line belong to that run. A resumed run writes its line again. A plan with named queries before
+its steps lists them in "queries", and "step" counts queries and steps. A changed or missing line is detected. The
+digests have no key: they detect accidents, not forgery.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pmlf.evidence.tally import Session, Tally
+from pmlf.evidence.tally import Query, Session, Tally
+from pmlf.mechanism.accounting import Event
 
 _VERSION = 2
 _DIGEST_BYTES = 16
@@ -31,8 +33,11 @@ def header(dataset: str) -> str:
 
 
 def session_text(session: Session) -> str:
-    """The text of the line with which a run begins or resumes."""
-    return json.dumps(asdict(session))
+    """The text of the line with which a run begins or resumes. A plan without queries does not mention them."""
+    document = asdict(session)
+    if not session.queries:
+        del document["queries"]
+    return json.dumps(document)
 
 
 def event_text(step: int) -> str:
@@ -148,23 +153,32 @@ def _apply(document: Mapping[str, Any], tally: Tally, *, first: bool, dataset: s
 
 def _session(document: Mapping[str, Any]) -> Session:
     try:
-        session = Session(**document)
-    except TypeError as error:
+        queries = tuple(_query(query) for query in document.get("queries", ()))
+        session = Session(**{**document, "queries": queries})
+    except (TypeError, KeyError, AttributeError) as error:
         raise _Refused("is neither a run nor an event") from error
     target = () if session.target_epsilon is None else (session.target_epsilon,)
-    numbers = (session.sample_rate, session.noise_multiplier, session.delta, *target)
+    kinds = [query.event for query in session.queries]
+    multipliers = (session.noise_multiplier, *(kind.noise_multiplier for kind in kinds))
+    rates = (session.sample_rate, *(kind.sample_rate for kind in kinds))
+    numbers = (*rates, *multipliers, session.delta, *target)
     if not (
         isinstance(session.run, str)
         and isinstance(session.beginning, str)
         and isinstance(session.replayable, bool)
         and all(isinstance(number, (int, float)) and math.isfinite(number) and number > 0 for number in numbers)
-        and session.sample_rate <= 1
+        and all(rate <= 1 for rate in rates)
+        and all(isinstance(query.name, str) and _is_count(query.count) for query in session.queries)
         and session.delta < 1
         and _is_count(session.planned_steps)
         and _is_count(session.first_step)
     ):
         raise _Refused("is a run with values out of range")
     return session
+
+
+def _query(document: Mapping[str, Any]) -> Query:
+    return Query(**{**document, "event": Event(**document["event"])})
 
 
 def _is_count(value: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pmlf.engine.momentum import CLIPPINGS
 from pmlf.evidence.json_object import JsonObject
-from pmlf.evidence.tally import PrivacyPlan, Trial
+from pmlf.evidence.tally import PrivacyPlan, Query, Trial, events_of
 from pmlf.mechanism.accounting import ACCOUNTANTS, Event
 from pmlf.mechanism.noise import SeededRandomness
 
@@ -64,9 +64,11 @@ class Statement:
         composition: How its events compose: `PLD`, `CAPPED` or `FILTER`.
         at_planned_steps: Epsilon of the planned steps, by accountant.
         at_released_steps: Epsilon of the released steps, by accountant.
-        released_steps: The number of events of the run.
+        released_steps: The number of steps that the run released.
+        released_queries: The number of releases of each of the plan's queries.
         steps_of_the_model: The number of steps that the model has taken.
-        trials: The number of events of every trial.
+        trials: The number of steps of every trial.
+        trial_queries: The number of releases of each query of every trial.
         in_a_ledger: Whether the events are in a ledger.
     """
 
@@ -76,8 +78,10 @@ class Statement:
     at_planned_steps: Mapping[str, float]
     at_released_steps: Mapping[str, float]
     released_steps: int
+    released_queries: tuple[int, ...]
     steps_of_the_model: int
     trials: Mapping[Trial, int]
+    trial_queries: Mapping[Trial, tuple[int, ...]]
     in_a_ledger: bool
 
     @property
@@ -85,8 +89,13 @@ class Statement:
         """The number of events of each kind, over all trials."""
         found: Counter[Event] = Counter()
         for trial, count in self.trials.items():
-            found[trial.plan.event] += count
+            found += events_of(trial.plan, (*self.trial_queries[trial], count))
         return found
+
+    @property
+    def released(self) -> Mapping[Event, int]:
+        """The number of events of each kind that the run released."""
+        return events_of(self.plan, (*self.released_queries, self.released_steps))
 
     def check(self) -> None:
         """Check that the numbers agree with each other.
@@ -106,29 +115,41 @@ class Statement:
             raise Contradiction(f"released_steps={self.released_steps} is the number of events of no run in the trials")
         if not self.in_a_ledger and len(by_run) > 1:
             raise Contradiction("it names no dataset, so it has no ledger, and lists trials of several runs")
+        self._check_queries()
         if self.composition == PLD:
             self._check_as_planned()
         else:
             self._check_plans(spent)
             self._check_bounded()
 
+    def _check_queries(self) -> None:
+        """The queries that the run released are those of its trials."""
+        by_run: dict[str, list[tuple[int, ...]]] = {}
+        for trial, counts in self.trial_queries.items():
+            if trial.plan.queries == self.plan.queries:
+                by_run.setdefault(trial.run, []).append(counts)
+        sums = [tuple(map(sum, zip(*counts, strict=True))) for counts in by_run.values()]
+        if self.released_queries not in [(0,) * len(self.plan.queries), *sums]:
+            raise Contradiction("the released queries are those of no run in the trials")
+
     def _check_as_planned(self) -> None:
-        """PLD: one start of one plan, with at most the planned number of steps."""
+        """PLD: one start of one plan, with at most the planned number of queries and steps."""
+        counts = (*self.released_queries, self.released_steps)
         for trial, count in self.trials.items():
-            if trial.plan != self.plan or count != self.released_steps:
+            if trial.plan != self.plan or (*self.trial_queries[trial], count) != counts:
                 raise Contradiction(
                     "it composes by PLD, for one run as planned, and its trial has another mechanism, plan, delta, "
                     "target or number of events than the certificate"
                 )
-        if len(self.trials) != min(self.released_steps, 1):
+        if len(self.trials) != min(sum(counts), 1):
             raise Contradiction(
                 f"it composes by PLD, for one run as planned, with {self.released_steps} released steps in "
                 f"{len(self.trials)} trials"
             )
-        if self.released_steps > self.plan.steps:
+        if any(count > planned for count, (_, planned) in zip(counts, self.plan.parts, strict=True)):
             raise Contradiction(
                 f"it composes by PLD, as planned, and {self.released_steps} steps were released of {self.plan.steps} "
-                "planned"
+                "planned, or more queries than planned"
             )
         target = self.plan.target_epsilon
         if self.epsilon is None:
@@ -139,7 +160,7 @@ class Statement:
     def _check_plans(self, spent: int) -> None:
         """CAPPED: one plan, started again or with repeated steps. FILTER: several plans, this run's perhaps not yet."""
         keys = {trial.key for trial in self.trials}
-        own = len(keys) == 1 and {key[1:] for key in keys} == {(self.plan.event, self.plan.steps)}
+        own = len(keys) == 1 and {key[1:] for key in keys} == {(self.plan.event, self.plan.steps, self.plan.queries)}
         if self.composition == CAPPED and not (own and spent == self.released_steps):
             raise Contradiction("it composes by PLD up to the target, for one plan, and its trials have others")
         if self.composition == FILTER and (not keys or (own and self.released_steps > 0)):
@@ -177,10 +198,11 @@ def read_statement(document: Mapping[str, Any]) -> Statement:
         Contradiction: Its numbers contradict each other.
     """
     entries = JsonObject(document, "the certificate")
-    entries.require(*_NAMES, optional=(_SPEC, _INDEPENDENCE, _WATCHED))
+    entries.require(*_NAMES, optional=(_SPEC, _INDEPENDENCE, _WATCHED, _QUERIES))
     for name, value in _FIXED.items():
         entries.same(name, value)
     _check_description(entries)
+    trials, trial_queries = _trials(entries.parts("trials"))
     statement = Statement(
         epsilon=entries.optional("epsilon", entries.amount),
         plan=_plan(entries),
@@ -189,7 +211,9 @@ def read_statement(document: Mapping[str, Any]) -> Statement:
         at_released_steps=entries.amounts("epsilon_at_released_steps", ACCOUNTANTS),
         released_steps=entries.count("released_steps"),
         steps_of_the_model=entries.count("steps_of_the_model"),
-        trials=_trials(entries.parts("trials")),
+        released_queries=_released(entries),
+        trials=trials,
+        trial_queries=trial_queries,
         in_a_ledger=entries.optional("dataset", entries.text) is not None,
     )
     statement.check()
@@ -202,18 +226,35 @@ def _plan(entries: JsonObject) -> PrivacyPlan:
         steps=entries.count("planned_steps", least=1),
         delta=entries.probability("delta"),
         target_epsilon=entries.optional("target_epsilon", entries.positive),
+        queries=tuple(_query(each) for each in _listed_queries(entries)),
     )
 
 
-def _trials(listed: list[JsonObject]) -> Mapping[Trial, int]:
+def _listed_queries(entries: JsonObject) -> list[JsonObject]:
+    return entries.parts(_QUERIES) if entries.has(_QUERIES) else []
+
+
+def _query(entries: JsonObject) -> Query:
+    entries.require("name", "noise_multiplier", "sample_rate", "planned", "released")
+    return Query(name=entries.text("name"), event=entries.event(), count=entries.count("planned", least=1))
+
+
+def _released(entries: JsonObject) -> tuple[int, ...]:
+    return tuple(each.count("released") for each in _listed_queries(entries))
+
+
+def _trials(listed: list[JsonObject]) -> tuple[Mapping[Trial, int], Mapping[Trial, tuple[int, ...]]]:
+    """The steps of every trial, and its queries."""
     found: dict[Trial, int] = {}
+    queries: dict[Trial, tuple[int, ...]] = {}
     for entries in listed:
-        entries.require(*_TRIAL)
+        entries.require(*_TRIAL, optional=(_QUERIES,))
         trial = Trial(run=entries.text("run"), beginning=entries.text("beginning"), plan=_plan(entries))
         if trial in found:
             raise Contradiction(f"its trials list one start of the run {trial.run!r} twice")
-        found[trial] = entries.count("events", least=1)
-    return found
+        queries[trial] = _released(entries)
+        found[trial] = entries.count("events", least=0 if any(queries[trial]) else 1)
+    return found, queries
 
 
 _NAMES = (
@@ -253,6 +294,7 @@ _TRIAL = (
 )
 _SPEC = "spec_digest"  # of the run folder, if there is one
 _INDEPENDENCE, _WATCHED = "independence_of_samples", "watched_at_every_step"
+_QUERIES = "queries"  # what is released before the steps, if anything
 _VERSIONS = ("python", "torch", "dp-accounting", "dp-pmlf")
 
 

@@ -1,29 +1,90 @@
-"""Counting events: how many of each kind every run has spent."""
+"""Counting events: how many of each kind every run has spent.
+
+The events of a plan are numbered from 0: first its named queries in their order, then its steps.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pmlf.mechanism.accounting import Event
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacyPlan:
-    """What a run is going to spend: T events of one kind at one delta, and the epsilon at which it must stop.
+class Query:
+    """A named part of a plan before its steps, such as "mean": so many releases of one kind.
 
     Attributes:
+        name: What is released.
         event: One release: its noise multiplier and sampling rate.
-        steps: The number of releases planned, T.
+        count: The number of releases.
+    """
+
+    name: str
+    event: Event
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyPlan:
+    """What a run is going to spend: its queries, then T steps, and the epsilon at which it must stop.
+
+    Attributes:
+        event: One step: its noise multiplier and sampling rate.
+        steps: The number of steps planned, T.
         delta: The delta at which epsilon is computed.
         target_epsilon: The epsilon that the run must not pass; None if the noise is given instead.
+        queries: What is released before the steps, in order.
+
+    >>> step, mean = (Event(noise_multiplier=z, sample_rate=1.0) for z in (20.0, 25.0))
+    >>> plan = PrivacyPlan(event=step, steps=30, delta=1e-5, target_epsilon=1.0,
+    ...                    queries=(Query(name="mean", event=mean, count=2),))
+    >>> plan.releases, plan.event_at(1) == mean, plan.event_at(2) == step
+    (32, True, True)
     """
 
     event: Event
     steps: int
     delta: float
     target_epsilon: float | None
+    queries: tuple[Query, ...] = ()
+
+    @property
+    def parts(self) -> tuple[tuple[Event, int], ...]:
+        """The kind and number of events of every query, and at last of the steps."""
+        return (*((query.event, query.count) for query in self.queries), (self.event, self.steps))
+
+    @property
+    def releases(self) -> int:
+        """The number of events planned: queries and steps."""
+        return sum(count for _, count in self.parts)
+
+    @property
+    def events(self) -> Mapping[Event, int]:
+        """The number of events of each kind."""
+        return events_of(self, tuple(count for _, count in self.parts))
+
+    def part_of(self, number: int) -> int:
+        """The place in `parts` of the event of this number. Events beyond the plan are steps."""
+        for place, query in enumerate(self.queries):
+            if number < query.count:
+                return place
+            number -= query.count
+        return len(self.queries)
+
+    def event_at(self, number: int) -> Event:
+        """The kind of the event of this number."""
+        return self.parts[self.part_of(number)][0]
+
+
+def events_of(plan: PrivacyPlan, counts: Sequence[int]) -> Counter[Event]:
+    """The number of events of each kind, if so many of each part of a plan happened."""
+    found: Counter[Event] = Counter()
+    for (event, _), count in zip(plan.parts, counts, strict=True):
+        found[event] += count
+    return +found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +102,9 @@ class Trial:
     plan: PrivacyPlan
 
     @property
-    def key(self) -> tuple[str, Event, int]:
-        """The run, its kind of event and its number of steps: equal for all starts of one run under one plan."""
-        return self.run, self.plan.event, self.plan.steps
+    def key(self) -> tuple[str, Event, int, tuple[Query, ...]]:
+        """The run, its kinds and numbers of events: equal for all starts of one run under one plan."""
+        return self.run, self.plan.event, self.plan.steps, self.plan.queries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +116,13 @@ class Session:
         beginning: A random name of the run's start. A resumed run keeps it.
         sample_rate: The sampling rate of its events.
         noise_multiplier: The noise multiplier of its events.
-        planned_steps: The number of releases planned.
+        planned_steps: The number of steps planned.
         target_epsilon: The epsilon that it must not pass; None if the noise is given instead.
         delta: The delta at which epsilon is computed.
         replayable: Whether a seed makes repeated steps release the same numbers. Such a step counts once for one
             beginning. Without a seed every step counts every time.
-        first_step: The first step of the session.
+        first_step: The number of the session's first event.
+        queries: What is released before the steps.
     """
 
     run: str
@@ -72,6 +134,7 @@ class Session:
     delta: float
     replayable: bool
     first_step: int
+    queries: tuple[Query, ...] = ()
 
     @classmethod
     def of(cls, trial: Trial, *, replayable: bool) -> Session:
@@ -87,18 +150,23 @@ class Session:
             delta=plan.delta,
             replayable=replayable,
             first_step=0,
+            queries=plan.queries,
         )
 
     @property
     def event(self) -> Event:
-        """The kind of event that it spends."""
+        """The kind of its steps."""
         return Event(noise_multiplier=self.noise_multiplier, sample_rate=self.sample_rate)
 
     @property
     def trial(self) -> Trial:
         """The trial that its events belong to."""
         plan = PrivacyPlan(
-            event=self.event, steps=self.planned_steps, delta=self.delta, target_epsilon=self.target_epsilon
+            event=self.event,
+            steps=self.planned_steps,
+            delta=self.delta,
+            target_epsilon=self.target_epsilon,
+            queries=self.queries,
         )
         return Trial(run=self.run, beginning=self.beginning, plan=plan)
 
@@ -122,10 +190,11 @@ class Tally:
 
     def __init__(self) -> None:
         self._trials: Counter[Trial] = Counter()
+        self._parts: Counter[tuple[Trial, int]] = Counter()
         self._events: Counter[Event] = Counter()
         self._runs: Counter[str] = Counter()
         self._beginnings: Counter[str] = Counter()
-        self._replayed: dict[tuple[str, str, Event], set[int]] = {}
+        self._replayed: dict[tuple[str, str, Event, tuple[Query, ...]], set[int]] = {}
         self._session: Session | None = None
         self._next_step = 0
 
@@ -139,6 +208,10 @@ class Tally:
         """The number of events of each kind, over all runs."""
         return self._events
 
+    def parts_of(self, trial: Trial) -> tuple[int, ...]:
+        """The number of events of each part of a trial's plan: every query, and at last the steps."""
+        return tuple(self._parts[trial, place] for place in range(len(trial.plan.parts)))
+
     def events_of(self, run: str) -> int:
         """The number of events of a run."""
         return self._runs[run]
@@ -149,7 +222,7 @@ class Tally:
 
     def replayable(self, trial: Trial) -> bool:
         """Whether the events of a trial in the tally come from a seed."""
-        return (trial.run, trial.beginning, trial.plan.event) in self._replayed
+        return _replays_by(trial) in self._replayed
 
     def begin(self, session: Session) -> None:
         """Count the following events for this session."""
@@ -157,16 +230,18 @@ class Tally:
         self._next_step = session.first_step
 
     def add(self, step: int) -> None:
-        """Count the event of a step."""
+        """Count the event of this number: a step's own number, if the plan has no queries."""
         session = self._session
         assert session is not None
+        trial = session.trial
         self._next_step = step + 1
         if self.replays(session, step):
             return
         if session.replayable:
-            self._replayed.setdefault((session.run, session.beginning, session.event), set()).add(step)
-        self._trials[session.trial] += 1
-        self._events[session.event] += 1
+            self._replayed.setdefault(_replays_by(trial), set()).add(step)
+        self._trials[trial] += 1
+        self._parts[trial, trial.plan.part_of(step)] += 1
+        self._events[trial.plan.event_at(step)] += 1
         self._runs[session.run] += 1
         self._beginnings[session.beginning] += 1
 
@@ -174,12 +249,17 @@ class Tally:
         """Whether this step releases numbers that are counted already, so that it does not count again."""
         if not session.replayable:
             return False
-        return step in self._replayed.get((session.run, session.beginning, session.event), ())
+        return step in self._replayed.get(_replays_by(session.trial), ())
 
     def unfinished_step(self) -> int | None:
         """The step that an incomplete last line stands for; None if no run has begun, so nothing was spent."""
         if self._session is None:
             return None
         if self._session.replayable:  # it has no steps beyond its plan
-            return min(self._next_step, self._session.planned_steps - 1)
+            return min(self._next_step, self._session.trial.plan.releases - 1)
         return self._next_step
+
+
+def _replays_by(trial: Trial) -> tuple[str, str, Event, tuple[Query, ...]]:
+    """What two sessions have in common if a seed makes them release the same numbers."""
+    return trial.run, trial.beginning, trial.plan.event, trial.plan.queries

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 
 import dp_accounting
 from dp_accounting import rdp
-from scipy import optimize
 
 from pmlf.basics.arguments import is_number
 from pmlf.mechanism import privacy_loss
+from pmlf.mechanism.calibration import smallest_noise
 from pmlf.mechanism.events import (
     ACCOUNTANTS,
     LEAST_RATE,
@@ -45,11 +45,9 @@ __all__ = [
 
 FILTER_ORDERS = (2.0, 2.5, 3.0, 4.0, 5.5, 8.0, 14.0, 32.0)  # a filter's orders are fixed before the first release
 
-_SMALLEST_PLD_NOISE = 0.01  # below, epsilon is in the thousands and the Renyi bound is good enough
+SMALLEST_PLD_NOISE = 0.01  # below, epsilon is in the thousands and the Renyi bound is good enough
 _LEAST_EPSILON, _MOST_EPSILON = 1e-6, 1e6
-_ALL = 1.0 - 1e-9  # higher rates count as 1, which costs more
-_LARGEST_LOG_RATIO = 30.0  # the search for a noise multiplier ends at a factor e^30 from its first guess
-_CALIBRATION_TOLERANCE = 1e-5  # relative, of the noise multiplier
+ALL = 1.0 - 1e-9  # higher rates count as 1, which costs more
 
 
 def epsilon(
@@ -144,7 +142,7 @@ def finest_epsilon(event: Event, *, steps: int, delta: float) -> float:
     if usual == 0.0:
         return 0.0
     z, rate, count = _fewest_steps(float(event.noise_multiplier), float(event.sample_rate), int(steps))
-    if z < _SMALLEST_PLD_NOISE:
+    if z < SMALLEST_PLD_NOISE:
         return usual
     finer = privacy_loss.epsilon(z, rate, count, float(delta), cells=4 * privacy_loss.CELLS_PER_DEVIATION)
     return min(usual, finer)
@@ -226,9 +224,9 @@ def delta(
         return 0.0
     z, rate, count = _fewest_steps(float(noise_multiplier), *cyclic(float(sample_rate), int(steps), bands))
     at = min(float(epsilon), _MOST_EPSILON)
-    if accountant == "pld" and z >= _SMALLEST_PLD_NOISE:
+    if accountant == "pld" and z >= SMALLEST_PLD_NOISE:
         return max(privacy_loss.delta(z, rate, count, at), SMALLEST_PLD_DELTA)
-    with _quiet():
+    with quiet():
         spent = float(_renyi(z, rate, count).get_delta(at))
     return min(max(spent, SMALLEST_PLD_DELTA if accountant == "pld" else 0.0), 1.0)
 
@@ -308,7 +306,7 @@ def _plain(events: Mapping[Event, int]) -> _PlainEvents:
 def _filter_epsilon(events: _PlainEvents, delta: float) -> float:
     if not events:
         return 0.0
-    with _quiet():
+    with quiet():
         total = rdp.RdpAccountant(orders=FILTER_ORDERS)
         for z, rate, count in events:
             step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(z))
@@ -321,17 +319,17 @@ def _epsilon(z: float, rate: float, steps: int, delta: float, accountant: str) -
     if steps == 0:
         return 0.0
     z, rate, steps = _fewest_steps(z, rate, steps)
-    if accountant == "pld" and z >= _SMALLEST_PLD_NOISE:
+    if accountant == "pld" and z >= SMALLEST_PLD_NOISE:
         found = privacy_loss.epsilon(z, rate, steps, delta)
         if math.isfinite(found):
             return found
-    with _quiet():
+    with quiet():
         return float(_renyi(z, rate, steps).get_epsilon(delta))
 
 
 def _fewest_steps(z: float, rate: float, steps: int) -> tuple[float, float, int]:
     """T Gaussian releases of full batches equal one with sqrt(T) times less noise, exactly."""
-    return (z / math.sqrt(steps), 1.0, 1) if rate >= _ALL else (z, rate, steps)
+    return (z / math.sqrt(steps), 1.0, 1) if rate >= ALL else (z, rate, steps)
 
 
 @lru_cache(maxsize=256)
@@ -341,31 +339,8 @@ def _calibrated(target: float, delta: float, rate: float, steps: int, accountant
             return _filter_epsilon((*before, (math.exp(log_z), rate, steps)), delta)
         return _epsilon(math.exp(log_z), rate, steps, delta, accountant)
 
-    def excess(log_z: float) -> float:
-        """log(epsilon / target), kept finite for the root finder if epsilon is 0 or infinite."""
-        return math.log(min(max(total(log_z) / target, 1e-6), 1e6))
-
-    guess = math.log(max(0.5, rate * math.sqrt(2 * steps * math.log(1 / delta)) / target))
-    low, high = _bracket(excess, guess, f"target_epsilon={target} at target_delta={delta}")
-    log_z = float(optimize.brentq(excess, low, high, xtol=_CALIBRATION_TOLERANCE))
-    while total(log_z) > target:  # brentq may return the wrong side of the root
-        log_z += _CALIBRATION_TOLERANCE
-    return math.exp(log_z)
-
-
-def _bracket(excess: Callable[[float], float], guess: float, target: str) -> tuple[float, float]:
-    """log z below and above the root of a decreasing function."""
-    direction = math.copysign(1.0, excess(guess))  # above the target: search towards more noise
-    near, width = guess, 0.25
-    while abs(near - guess) < _LARGEST_LOG_RATIO:
-        far = near + direction * width
-        if excess(far) * direction <= 0:
-            return min(near, far), max(near, far)
-        near, width = far, 2 * width
-    raise ValueError(
-        f"{target} cannot be met by any noise multiplier between {math.exp(min(guess, near)):.3g} and "
-        f"{math.exp(max(guess, near)):.3g}: give another target."
-    )
+    guess = max(0.5, rate * math.sqrt(2 * steps * math.log(1 / delta)) / target)
+    return smallest_noise(total, target, guess=guess, words=f"target_epsilon={target} at target_delta={delta}")
 
 
 def _renyi(z: float, rate: float, steps: int) -> rdp.RdpAccountant:
@@ -375,7 +350,7 @@ def _renyi(z: float, rate: float, steps: int) -> rdp.RdpAccountant:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppress dp-accounting's log messages about skipped Renyi orders: fewer orders still give a bound."""
 
     def dropped(record: logging.LogRecord) -> bool:

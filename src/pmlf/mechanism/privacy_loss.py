@@ -4,9 +4,10 @@ The loss of one step is put on a grid by Connect-the-Dots (Doroshenko et al. 202
 split between them so that its mass under both distributions is kept. This gives an upper bound on every delta. Each
 mass is a sum of positive terms, so it is accurate to a relative error, however small it is.
 
-T steps are the T-th power of the Fourier transform. Its rounding errors are relative to the largest mass, not to the
-tail that determines delta. So the loss is tilted first (Esscher 1932), p(x) e^{lambda x} / M(lambda), with lambda such
-that the tail moves to the middle. The errors of rounding, wrap-around and cut tails are bounded and added to delta.
+T steps are the T-th power of the Fourier transform, steps of several kinds a product of powers. The rounding errors are
+relative to the largest mass, not to the tail that determines delta. So the loss is tilted first (Esscher 1932),
+p(x) e^{lambda x} / M(lambda), with lambda such that the tail moves to the middle. The errors of rounding, wrap-around
+and cut tails are bounded and added to delta.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from scipy import fft, optimize, signal, special
 
 _Floats = NDArray[np.float64]
+Kinds = tuple[tuple[float, float, int], ...]  # (z, q, T) for every kind of step
 
 CELLS_PER_DEVIATION = 10  # grid cells per standard deviation of one step's loss: epsilon is at most 0.1 % too large
 _COARSEST_CELL = 1e-3
@@ -54,6 +56,24 @@ def epsilon(z: float, rate: float, steps: int, delta: float, *, cells: int = CEL
     >>> round(epsilon(1.0, 1 / 60, 1500, 1e-5), 2)
     3.93
     """
+    return composed_epsilon(((z, rate, steps),), delta, cells=cells)
+
+
+def composed_epsilon(kinds: Kinds, delta: float, *, cells: int = CELLS_PER_DEVIATION) -> float:
+    """An upper bound on epsilon at a given delta after steps of several kinds, in any order fixed beforehand.
+
+    Args:
+        kinds: Noise multiplier, sampling rate and number of steps of every kind.
+        delta: The probability of failure, in (0, 1).
+        cells: Grid cells per standard deviation of the smallest loss: more is tighter and slower.
+
+    Returns:
+        The bound; infinite if the errors of the computation exceed delta.
+
+    >>> alike = composed_epsilon(((1.0, 1 / 60, 500), (1.0, 1 / 60, 1000)), 1e-5)
+    >>> round(alike, 2)
+    3.93
+    """
 
     def bound(composed: _ComposedLoss) -> tuple[float, float]:
         found = composed.epsilon(delta)
@@ -62,7 +82,7 @@ def epsilon(z: float, rate: float, steps: int, delta: float, *, cells: int = CEL
     def chernoff(log_moment: float, order: float) -> float:
         return (log_moment - math.log(delta)) / order
 
-    return max(_tightest(table, steps, chernoff, bound) for table in _tables(z, rate, steps, cells))
+    return max(_tightest(losses, chernoff, bound) for losses in _losses(kinds, cells))
 
 
 def delta(z: float, rate: float, steps: int, epsilon: float) -> float:
@@ -88,8 +108,7 @@ def delta(z: float, rate: float, steps: int, epsilon: float) -> float:
     def chernoff(log_moment: float, order: float) -> float:
         return log_moment - order * epsilon
 
-    tables = _tables(z, rate, steps, CELLS_PER_DEVIATION)
-    return max(_tightest(table, steps, chernoff, bound) for table in tables)
+    return max(_tightest(losses, chernoff, bound) for losses in _losses(((z, rate, steps),), CELLS_PER_DEVIATION))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,22 +139,54 @@ class _LossTable:
         return math.sqrt(float(masses @ (self.losses - masses @ self.losses) ** 2))
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Losses:
+    """The loss tables of several kinds of steps, on one grid, and how many steps there are of each."""
+
+    tables: tuple[_LossTable, ...]
+    steps: tuple[int, ...]
+
+    @property
+    def cell(self) -> float:
+        return self.tables[0].cell
+
+    def total(self, of: Callable[[_LossTable], float]) -> float:
+        """The sum over all steps of a number of one step."""
+        return sum(count * of(table) for table, count in zip(self.tables, self.steps, strict=True))
+
+    def log_moment(self, order: float) -> float:
+        """log E[e^{order * loss}] of all steps, over the finite losses."""
+        return self.total(lambda table: table.log_moment(order))
+
+    def deviation(self, order: float) -> float:
+        """The standard deviation of the tilted loss of all steps."""
+        pairs = zip(self.tables, self.steps, strict=True)
+        return math.hypot(*(math.sqrt(count) * table.deviation(order) for table, count in pairs))
+
+
 @lru_cache(maxsize=4)
-def _tables(z: float, rate: float, steps: int, cells: int) -> tuple[_LossTable, _LossTable]:
-    """The tables for a record removed (mixture against Gaussian) and for a record added (the reverse)."""
-    cell = _cell(z, rate, steps, cells)
-    return _table(z, rate, cell, removed=True), _table(z, rate, cell, removed=False)
+def _losses(kinds: Kinds, cells: int) -> tuple[_Losses, _Losses]:
+    """The losses for a record removed (mixture against Gaussian) and for a record added (the reverse)."""
+    cell, steps = _cell(kinds, cells), tuple(count for _, _, count in kinds)
+    removed, added = (
+        _Losses(tables=tuple(_table(z, rate, cell, removed=way) for z, rate, _ in kinds), steps=steps)
+        for way in (True, False)
+    )
+    return removed, added
 
 
-def _cell(z: float, rate: float, steps: int, cells: int) -> float:
-    """The cell width: a fraction of the standard deviation of one step's loss.
+def _cell(kinds: Kinds, cells: int) -> float:
+    """The cell width: a fraction of the smallest standard deviation of one step's loss.
 
     Wide cells overstate the loss of every step. Narrow cells take longer.
     """
-    deviation = min(rate * math.sqrt(math.expm1(min(1 / z**2, 500.0))), 1 / z)
-    one_step = float(np.logaddexp(0, math.log(rate) + _TAIL / z + 1 / (2 * z**2)))  # log(1 + q e^{largest loss})
-    all_steps = 2 * _TAIL * deviation * math.sqrt(steps)
-    return max(min(deviation / cells, _COARSEST_CELL), max(one_step, all_steps) / _MOST_CELLS)
+    narrow, one_step, all_steps = _COARSEST_CELL, 0.0, 0.0
+    for z, rate, steps in kinds:
+        deviation = min(rate * math.sqrt(math.expm1(min(1 / z**2, 500.0))), 1 / z)
+        largest = float(np.logaddexp(0, math.log(rate) + _TAIL / z + 1 / (2 * z**2)))  # log(1 + q e^{largest loss})
+        narrow, one_step = min(narrow, deviation / cells), max(one_step, largest)
+        all_steps = math.hypot(all_steps, 2 * _TAIL * deviation * math.sqrt(steps))
+    return max(narrow, max(one_step, all_steps) / _MOST_CELLS)
 
 
 def _table(z: float, rate: float, cell: float, *, removed: bool) -> _LossTable:
@@ -196,8 +247,7 @@ def _noise_of(log_ratio: _Floats, z: float, rate: float) -> _Floats:
 
 
 def _tightest(
-    table: _LossTable,
-    steps: int,
+    losses: _Losses,
     chernoff: Callable[[float, float], float],
     bound: Callable[[_ComposedLoss], tuple[float, float]],
 ) -> float:
@@ -206,17 +256,16 @@ def _tightest(
     `bound` returns a bound and the share of errors in it. Any tilt is valid. If a record is rarely drawn, the loss has
     atoms and a smaller tilt can be tighter, so smaller tilts are tried while they help.
     """
-    deviation = math.sqrt(steps) * table.deviation(0.0)
-    most = -math.log(max(deviation / 400, table.cell))
+    most = -math.log(max(losses.deviation(0.0) / 400, losses.cell))
     search = optimize.minimize_scalar(
-        lambda log_order: chernoff(steps * table.log_moment(math.exp(log_order)), math.exp(log_order)),
+        lambda log_order: chernoff(losses.log_moment(math.exp(log_order)), math.exp(log_order)),
         bounds=(most - 20, most),
         method="bounded",
         options={"xatol": 1e-3},
     )
     tilt, best = math.exp(search.x), math.inf
     while True:
-        found, share = bound(_ComposedLoss(table, steps, tilt=tilt))
+        found, share = bound(_ComposedLoss(losses, tilt=tilt))
         if found >= best * (1 - _ENOUGH) or share <= _ENOUGH:
             return min(found, best)
         tilt, best = tilt / 4, found
@@ -225,24 +274,26 @@ def _tightest(
 class _ComposedLoss:
     """The loss of T steps in one part of its tail. Every delta includes the errors of the computation."""
 
-    def __init__(self, table: _LossTable, steps: int, *, tilt: float) -> None:
-        low, mean, high = _window(table, steps, tilt)
-        lowest = steps * round(float(table.losses[0]) / table.cell)
-        sums, error = _power(table.tilted(tilt), steps, most=high - low, start=low - lowest)
+    def __init__(self, losses: _Losses, *, tilt: float) -> None:
+        cell = losses.cell
+        low, mean, high = _window(losses, tilt)
+        lowest = int(losses.total(lambda table: round(float(table.losses[0]) / cell)))
+        masses = [table.tilted(tilt) for table in losses.tables]
+        sums, error = _product(masses, losses.steps, most=high - low, start=low - lowest)
         self._tilt = tilt
-        self._points = np.arange(low, high) * table.cell
-        self._middle = mean * table.cell
-        self._log_scale = steps * table.log_moment(tilt) - tilt * self._middle
+        self._points = np.arange(low, high) * cell
+        self._middle = mean * cell
+        self._log_scale = losses.log_moment(tilt) - tilt * self._middle
         weights = (sums * np.exp(-tilt * (self._points - self._middle)))[::-1]
         # from each point on: the mass under one distribution, and the mass under the other times e^{that point}
         self._upper = np.cumsum(weights)[::-1]
-        self._lower = signal.lfilter([1.0], [1.0, -math.exp(-table.cell)], weights)[::-1]
-        reach = np.arange(high - low) * table.cell
-        worst = float(np.linalg.norm(np.expm1(-reach - table.cell) * np.exp(-tilt * reach)))
+        self._lower = signal.lfilter([1.0], [1.0, -math.exp(-cell)], weights)[::-1]
+        reach = np.arange(high - low) * cell
+        worst = float(np.linalg.norm(np.expm1(-reach - cell) * np.exp(-tilt * reach)))
         self._spill = error * worst + 2 * _CUT
         self._rounding = 4 * (high - low + 1000) * _UNIT
-        self._log_growth = steps * _TABLE_ERROR
-        self._infinite = -math.expm1(steps * math.log1p(-table.infinite))
+        self._log_growth = sum(losses.steps) * _TABLE_ERROR
+        self._infinite = -math.expm1(losses.total(lambda table: math.log1p(-table.infinite)))
 
     def delta(self, epsilon: float) -> float:
         """An upper bound on delta at epsilon; 1 below the window."""
@@ -279,34 +330,50 @@ class _ComposedLoss:
         return high
 
 
-def _window(table: _LossTable, steps: int, tilt: float) -> tuple[int, int, int]:
-    """The ends of the window that holds the tilted sum of T losses except for `_CUT` on each side, and its mean.
+def _window(losses: _Losses, tilt: float) -> tuple[int, int, int]:
+    """The ends of the window that holds the tilted sum of all losses except for `_CUT` on each side, and its mean.
 
     The ends follow from Chernoff's bound. Losses so low that undoing the tilt overflows are left out.
     """
-    mean = float(table.tilted(tilt) @ table.losses)
-    here, log_cut = table.log_moment(tilt), math.log(_CUT)
-    high, low = steps * float(table.losses[-1]), steps * float(table.losses[0])
-    for shift in (np.geomspace(0.1, 100, 25) / (math.sqrt(steps) * table.deviation(tilt))).tolist():
-        high = min(high, (steps * (table.log_moment(tilt + shift) - here) - log_cut) / shift)
-        low = max(low, -(steps * (table.log_moment(tilt - shift) - here) - log_cut) / shift)
-    low = max(low, steps * mean - _LARGEST_EXPONENT / tilt)
-    return math.floor(low / table.cell), round(steps * mean / table.cell), math.ceil(high / table.cell) + 1
+    mean = losses.total(lambda table: float(table.tilted(tilt) @ table.losses))
+    here, log_cut = {table: table.log_moment(tilt) for table in losses.tables}, math.log(_CUT)
+
+    def growth(order: float) -> float:
+        return losses.total(lambda table: table.log_moment(order) - here[table])
+
+    high = losses.total(lambda table: float(table.losses[-1]))
+    low = losses.total(lambda table: float(table.losses[0]))
+    for shift in (np.geomspace(0.1, 100, 25) / losses.deviation(tilt)).tolist():
+        high = min(high, (growth(tilt + shift) - log_cut) / shift)
+        low = max(low, -(growth(tilt - shift) - log_cut) / shift)
+    low = max(low, mean - _LARGEST_EXPONENT / tilt)
+    return math.floor(low / losses.cell), round(mean / losses.cell), math.ceil(high / losses.cell) + 1
 
 
-def _power(masses: _Floats, steps: int, *, most: int, start: int) -> tuple[_Floats, float]:
-    """`most` masses of the sum of T draws, from `start` on, and a bound on their error in the 2-norm.
+def _product(kinds: list[_Floats], steps: tuple[int, ...], *, most: int, start: int) -> tuple[_Floats, float]:
+    """`most` masses of the sum of all draws, from `start` on, and a bound on their error in the 2-norm.
 
     Masses outside wrap around and are added to these.
     """
-    length = fft.next_fast_len(max(most, len(masses)), real=True)
+    length = fft.next_fast_len(max(most, *map(len, kinds)), real=True)
     transform_error = _FFT_ERROR * math.log2(max(length, 2))
-    transformed = fft.rfft(masses, length)
-    size = np.abs(transformed)
-    error = transform_error * math.sqrt(length) * float(np.linalg.norm(masses))
-    powered = np.exp(steps * (np.log(np.maximum(size, 1e-300)) + 1j * np.angle(transformed)))
-    missed = steps * error * np.exp(np.minimum((steps - 1) * np.log(size + error), 300.0))
-    missed += _POWER_ERROR * (steps + 1) * np.abs(powered)
+    transforms = [fft.rfft(masses, length) for masses in kinds]
+    sizes = [np.abs(transformed) for transformed in transforms]
+    errors = [transform_error * math.sqrt(length) * float(np.linalg.norm(masses)) for masses in kinds]
+    logs = [
+        count * (np.log(np.maximum(size, 1e-300)) + 1j * np.angle(transformed))
+        for count, size, transformed in zip(steps, sizes, transforms, strict=True)
+    ]
+    powered = np.exp(sum(logs))
+    missed = _POWER_ERROR * (sum(steps) + 1) * np.abs(powered)
+    largest = [np.log(size + error) for size, error in zip(sizes, errors, strict=True)]
+    for one, (count, error) in enumerate(
+        zip(steps, errors, strict=True)
+    ):  # one factor off, the others at their largest
+        others = sum(
+            (count - (place == one)) * value for place, (count, value) in enumerate(zip(steps, largest, strict=True))
+        )
+        missed = count * error * np.exp(np.minimum(others, 300.0)) + missed
     total = math.sqrt(2) * (np.linalg.norm(missed) + transform_error * np.linalg.norm(powered))  # for both half-spectra
     sums = np.roll(fft.irfft(powered, length), -(start % length))[:most]
     return sums, float(total) / math.sqrt(length)

@@ -1,0 +1,259 @@
+"""The training of a probe: one event after the other, each recorded before it is released."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pmlf import methods
+from pmlf.evidence.budget import BudgetGuard
+from pmlf.evidence.certificate import CertifiedRun, certificate
+from pmlf.mechanism.filters import FilterMemory
+from pmlf.mechanism.noise import Randomness
+from pmlf.mechanism.points import Point, Points
+from pmlf.probe.heads import HEADS, clipped_
+from pmlf.probe.products import ShapedRows
+from pmlf.probe.release import SensitiveSum
+from pmlf.probe.rows import FeatureRows
+from pmlf.probe.settings import MEAN, MOMENTS, ProbeSettings
+from pmlf.probe.shaping import BlockShape, mean_sum, moment_sum, scale_of
+
+_NOISE_IN_A_SCORE = 0.9  # the standard deviation that the default learning rate allows in a unit vector's score
+_FASTEST = 2.0  # the default learning rate is at most so many times d / smoothness
+_INDEPENDENT = "by construction: the gradient of a record is w (x) (p - y), from that record and released values"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeModel:
+    """A trained linear model: all of it is released.
+
+    Attributes:
+        shapes: How every block of features is shaped.
+        intercept: The share of the constant in a record's squared norm.
+        weights: One row per coordinate of a shaped record, one column per output.
+    """
+
+    shapes: tuple[BlockShape, ...]
+    intercept: float
+    weights: Tensor
+
+    def scores(self, rows: FeatureRows) -> Tensor:
+        """The scores of records, (n, K)."""
+        found = torch.empty(rows.records, self.weights.shape[1])
+        shaped = ShapedRows(rows, self.shapes, intercept=self.intercept)
+        for places, scores in shaped.products(self.weights):
+            found[places] = scores
+        return found
+
+
+def gradient_sum(
+    shaped: ShapedRows, targets: Tensor, weights: Tensor, settings: ProbeSettings, chosen: NDArray[np.int64] | None
+) -> SensitiveSum:
+    """sum_i clip(w_i (x) (p_i - y_i), C) over the chosen records, all of them if None."""
+    head = HEADS[settings.head]
+    products = shaped.products(weights, chosen)
+    for places, scores in products:
+        products.add(clipped_(head.residuals(scores, targets[places]), shaped.norms[places], settings.clip_norm))
+    return SensitiveSum(values=products.total(), sensitivity=settings.clip_norm)
+
+
+class ProbeTraining:
+    """The events of a plan in their order: mean and second moments of every block, then the steps.
+
+    Guarantees: an event is in the budget before it is released; everything in the state is released; what depends on
+    the records without noise never leaves `advance`.
+
+    Args:
+        rows: The features.
+        targets: Class indices (n,), or numbers (n, K); NaN excludes a record.
+        settings: The settings.
+        budget: The budget, whose plan is `settings.plan()`.
+        randomness: Where noise and draws come from.
+    """
+
+    def __init__(
+        self, rows: FeatureRows, targets: Tensor, settings: ProbeSettings, budget: BudgetGuard, randomness: Randomness
+    ) -> None:
+        self.settings, self.budget = settings, budget
+        self._rows, self._targets, self._randomness = rows, targets, randomness
+        self._released: dict[str, list[Tensor]] = {MEAN: [], MOMENTS: []}
+        self._weights = torch.zeros(rows.width + (settings.intercept > 0), settings.outputs, dtype=torch.float64)
+        self._average = torch.zeros_like(self._weights)
+        self._memory = FilterMemory(settings.low_pass)
+        self._shaped: ShapedRows | None = None
+        self._drawn: tuple[int, NDArray[np.int64] | None] | None = None
+        self.done = 0
+
+    @property
+    def total(self) -> int:
+        """The number of events planned: queries and steps."""
+        return self.budget.plan.releases
+
+    @property
+    def steps_done(self) -> int:
+        """The number of steps taken."""
+        return max(0, self.done - (self.total - self.settings.steps))
+
+    @property
+    def stage(self) -> str:
+        """What is released next, in words."""
+        part = self.budget.plan.part_of(self.done)
+        queries = self.budget.plan.queries
+        return queries[part].name if part < len(queries) else "steps"
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate: the one given, or the default, which is computed from public numbers.
+
+        The noise in the score of a unit vector, summed over all steps, has the standard deviation
+        eta z C / B * gain * sqrt(sum_t pace_t^2). The default keeps it at 0.9, and at most 2 d / smoothness.
+        """
+        given = self.settings.learning_rate
+        if given is not None:
+            return float(given)
+        settings, z = self.settings, self.budget.plan.event.noise_multiplier
+        paces = math.sqrt(math.fsum(settings.pace(step) ** 2 for step in range(settings.steps)))
+        gain = abs(settings.low_pass.dc_gain) or 1.0
+        by_noise = _NOISE_IN_A_SCORE * settings.divisor / (z * settings.clip_norm * gain * paces)
+        return min(by_noise, _FASTEST * self._rows.width / HEADS[settings.head].smoothness / gain)
+
+    def advance(self) -> bool:
+        """Release the next event of the plan.
+
+        Returns:
+            False if there is none, or if the budget leaves no room for it.
+        """
+        number = self.done
+        if number >= self.total or not self.budget.affords(number):
+            return False
+        stage = self.stage
+        if stage in self._released:
+            self._query(stage, number)
+        else:
+            self._step(number)
+        self.done += 1
+        return True
+
+    def _query(self, stage: str, number: int) -> None:
+        found = self._released[stage]
+        block = self.settings.blocks[len(found)]
+        if stage == MEAN:
+            query = mean_sum(self._rows, block)
+        else:
+            clip = self.settings.moment_clip / math.sqrt(block.width)
+            query = moment_sum(self._rows, block, self._mean(len(found)), clip)
+        found.append(self._release(query, number) / self._rows.records)
+
+    def _step(self, number: int) -> None:
+        step, settings = self.steps_done, self.settings
+        if self._shaped is None:
+            self._shaped = ShapedRows(self._rows, self._shapes(), intercept=settings.intercept)
+        query = gradient_sum(self._shaped, self._targets, self._weights, settings, self._draw(step))
+        noisy = self._release(query, number)
+        (direction,) = self._memory.apply([noisy], scale=1 / settings.divisor)
+        self._weights = self._weights - self.learning_rate * settings.pace(step) * direction
+        if settings.steps - step <= self._averaged:
+            self._average += self._weights
+        self._drawn = None
+
+    def _release(self, query: SensitiveSum, number: int) -> Tensor:
+        """Record the event, then add its noise: the only place where either happens."""
+        self.budget.spend(number)
+        noise_multiplier = self.budget.plan.event_at(number).noise_multiplier
+        return query.released(noise_multiplier, self._randomness, "probe", number)
+
+    def _draw(self, step: int) -> NDArray[np.int64] | None:
+        """The records of a step; a step that failed keeps its draw."""
+        if self.settings.batch_size is None:
+            return None
+        if self._drawn is None:
+            stream = self._randomness.stream("sampling", step)
+            self._drawn = step, stream.chosen(self._rows.records, self.settings.rate)
+        return self._drawn[1]
+
+    @property
+    def _averaged(self) -> int:
+        """The number of iterates in the average."""
+        return math.ceil(self.settings.averaging * self.settings.steps)
+
+    def _mean(self, place: int) -> Tensor:
+        means = self._released[MEAN]
+        width = self.settings.blocks[place].width
+        return means[place] if means else torch.zeros(width, dtype=torch.float64)
+
+    def _shapes(self) -> tuple[BlockShape, ...]:
+        moments = self._released[MOMENTS]
+        return tuple(
+            BlockShape(
+                block=block,
+                weight=block.weight,
+                mean=self._mean(place),
+                scale=scale_of(block, moments[place] if moments else None, self.settings.whitening),
+            )
+            for place, block in enumerate(self.settings.blocks)
+        )
+
+    def model(self) -> ProbeModel:
+        """The model after the steps taken so far: the last iterate, or the mean of the last ones."""
+        count = min(self._averaged, self.steps_done - (self.settings.steps - self._averaged))
+        weights = self._average / count if count > 0 else self._weights
+        return ProbeModel(shapes=self._shapes(), intercept=self.settings.intercept, weights=weights.clone())
+
+    def certificate(self) -> dict[str, Any]:
+        """The certificate of everything released so far and planned."""
+        settings = self.settings
+        method = methods.Method(
+            name="private probe",
+            points=Points(points=(Point(coefficients=(1.0,), weight=1.0),)),
+            low_pass=settings.low_pass,
+        )
+        run = CertifiedRun(
+            method=method,
+            clipping="flat",
+            clip_norm=float(settings.clip_norm),
+            records=settings.records,
+            expected_batch_size=settings.divisor,
+            steps_done=self.steps_done,
+            randomness=self._randomness.description,
+            reproducible=self._randomness.reproducible,
+            independence=_INDEPENDENT,
+            watched=False,
+        )
+        return certificate(run, self.budget)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state between two events: released values only."""
+        return {
+            "settings": repr(self.settings),
+            "done": self.done,
+            "released": {name: [tensor.clone() for tensor in found] for name, found in self._released.items()},
+            "weights": self._weights.clone(),
+            "average": self._average.clone(),
+            "filter": self._memory.state_dict(),
+            "budget": self.budget.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state; what was spent since then stays spent.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ValueError: The state is of other settings or of another ledger.
+        """
+        if state["settings"] != repr(self.settings):
+            raise ValueError("the state is of a probe with other settings: build the probe with the same settings")
+        self.budget.load_state_dict(state["budget"])
+        self.done = int(state["done"])
+        self._released = {name: [tensor.clone() for tensor in found] for name, found in state["released"].items()}
+        self._weights, self._average = state["weights"].clone(), state["average"].clone()
+        self._memory.load_state_dict(state["filter"])
+        self._shaped = self._drawn = None
