@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
-from pmlf.cli import display
+from pmlf.cli import display, linear_training
 from pmlf.cli.common import Command, check_plot, say
 from pmlf.cli.run_display import compare_progress, train_progress
 from pmlf.experiments.results import SENSITIVE_NOTE, RunResult, comparison_json, rate_note
@@ -105,6 +105,8 @@ class Train(TrainingCommand):
         if self.diagnostics:
             say(f"warning: --diagnostics records measurements of gradients, {SENSITIVE_NOTE}")
         spec, out = self._resumed(self.resume) if self.resume else self._new()
+        if spec.model == linear_training.MODEL:
+            return _ended(linear_training.train(self, spec, out))
         console = Console(stderr=True)
         with train_progress(console) as observer:
             result = runner.run(

@@ -31,8 +31,8 @@ COLOUR_BLOCKS: tuple[PatchSpec | ColourSpec, ...] = (
     ColourSpec(name="colours", weight=0.15),
 )
 GREY_BLOCKS: tuple[PatchSpec | ColourSpec, ...] = (
-    PatchSpec(name="patches", weight=0.8),
-    PatchSpec(name="half-size patches", weight=0.2, shrink=2, grid=2),
+    PatchSpec(name="patches", weight=0.75, filters=256),
+    PatchSpec(name="half-size patches", weight=0.25, shrink=2, side=5, filters=128, grid=2),
 )
 
 
