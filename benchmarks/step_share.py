@@ -22,9 +22,10 @@ from rich.console import Console
 
 from pmlf import models
 from pmlf.cli.run_display import train_progress
-from pmlf.data import ImageDataset
+from pmlf.data import IMAGE_DATASETS, ImageDataset, ImageForm
 from pmlf.data import collate as collate_images
 from pmlf.experiments import runner, tasks
+from pmlf.experiments.form import ModelForm
 from pmlf.experiments.spec import RunSpec
 from pmlf.step import PrivateStep
 
@@ -73,8 +74,11 @@ def main() -> None:
             model=models.build("cnn5", in_channels=3, image_size=32, classes=10, seed=0),
             train=images(RECORDS),
             judged_on={"test": images(100)},
-            logits=lambda model, batch: model(batch[0]),
-            labels=lambda batch: batch[1],
+            form=ModelForm(
+                model="cnn5",
+                inputs=ImageForm(channels=3, size=32, mean=(0.5,) * 3, std=(0.25,) * 3),
+                target=IMAGE_DATASETS["cifar10"].target,
+            ),
             collate_fn=collate_images,
         )
 

@@ -5,6 +5,7 @@ RUN_FILES = [  # of a finished one, sorted
     "certificate.json",
     "ledger.jsonl",
     "metrics.jsonl",
+    "model.json",
     "model.safetensors",
     "result.json",
     "spec.json",

@@ -48,6 +48,7 @@ CONTRACT = [  # the paths that users rely on
     "pmlf.make_private",
     "pmlf.check",
     "pmlf.fix_model",
+    "pmlf.load",
     "pmlf.evaluate",
     "pmlf.Ledger.spend",
     "pmlf.Augmentation",

@@ -137,6 +137,19 @@ def write_text_model(folder: Path, kind: str = "roberta", positions: int = 66) -
     return folder
 
 
+def write_vision_model(folder: Path, size: int = 24) -> Path:
+    """A small image classifier of random weights, as a folder that `transformers` reads."""
+    import torch
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        ViTForImageClassification(ViTConfig(image_size=size, patch_size=8, **sizes)).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4] * 3, "image_std": [0.3] * 3}))
+    return folder
+
+
 def write_table(path: Path, rows: Sequence[dict[str, object]]) -> Path:
     """One's own records as .csv, .tsv, .jsonl or .parquet."""
     names = list(rows[0])

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pmlf.checks.inspection import check
     from pmlf.engine.augmentation import Augmentation
     from pmlf.evidence.ledger import Ledger
+    from pmlf.experiments.released import load
     from pmlf.run import PrivateRun, evaluate, make_private
     from pmlf.step import PrivateStep
 
@@ -33,6 +34,7 @@ __all__ = [
     "evaluate",
     "filters",
     "fix_model",
+    "load",
     "machine",
     "make_private",
     "methods",
@@ -51,6 +53,7 @@ _HOMES = {
     "check": "pmlf.checks.inspection",
     "evaluate": "pmlf.run",
     "fix_model": "pmlf.checks.fixes",
+    "load": "pmlf.experiments.released",
     "make_private": "pmlf.run",
 }
 

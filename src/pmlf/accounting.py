@@ -12,6 +12,7 @@ from pmlf.mechanism.accounting import (
     noise_multiplier,
 )
 from pmlf.mechanism.composition import composed_epsilon
+from pmlf.mechanism.groups import group_epsilon
 
 __all__ = [
     "ACCOUNTANTS",
@@ -23,5 +24,6 @@ __all__ = [
     "epsilon",
     "filter_epsilon",
     "finest_epsilon",
+    "group_epsilon",
     "noise_multiplier",
 ]

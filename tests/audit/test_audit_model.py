@@ -242,7 +242,7 @@ def test_ctrl_c_ends_the_audit_of_a_model_in_one_line(
     ("options", "said"),
     [
         (["--model", "cnn6"], "unknown model 'cnn6': give one of cnn5"),
-        (["--model", "linear", "--dataset", "mnits"], "unknown dataset 'mnits'"),
+        (["--model", "linear", "--dataset", "mnits"], "dataset 'mnits' does not exist"),
         (["--model", "linear", "--examples", "1"], "--examples=1 is not a whole number of at least 2"),
         (["--model", "linear", "--runs", "7"], "--runs=7 is too few for a bound: give 100 or more, or 0"),
         (["--model", "linear", "--restarts", "0"], "--restarts=0 is not a whole number of at least 1"),

@@ -141,9 +141,9 @@ def test_iteration_ends(small: data.ImageData) -> None:
 
 
 def test_unknown_name_lists_the_names() -> None:
-    with pytest.raises(ValueError, match="'svhn': give one of fashion-mnist-small, mnist,"):
+    with pytest.raises(ValueError, match="'svhn' does not exist: give one of fashion-mnist-small, mnist,"):
         data.load("svhn")
-    with pytest.raises(ValueError, match=r"unknown dataset 'cifar-10'.* Did you mean 'cifar10'"):
+    with pytest.raises(ValueError, match=r"dataset 'cifar-10' does not exist.* Did you mean 'cifar10'"):
         data.load("cifar-10")
 
 
@@ -192,7 +192,9 @@ except ValueError as error:
 @pytest.mark.parametrize("label", [-1, 10])
 def test_label_out_of_range_is_an_error(label: int, tmp_path: Path) -> None:
     write_images(tmp_path, "mnist", labels=[0, label])
-    with pytest.raises(ValueError, match="has a label that is not in 0 to 9"):
+    with pytest.raises(
+        ValueError, match=r"has a label that is not one of 0, 1, 2, .*: download the files from the hub again"
+    ):
         data.load("mnist", tmp_path)
 
 
@@ -250,7 +252,7 @@ def test_a_second_start_reads_the_cache_and_changed_files_do_not(
 def test_a_broken_record_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMLF_CACHE", str(tmp_path / "cache"))
     write_images(tmp_path, "mnist", labels=[0, 77])
-    with pytest.raises(ValueError, match="has a label that is not in"):
+    with pytest.raises(ValueError, match="has a label that is not one of"):
         data.load("mnist", tmp_path)
     assert not any(path.is_dir() for path in (tmp_path / "cache" / "pmlf-arrays").iterdir())
 
@@ -291,30 +293,93 @@ def write_folder(folder: Path, sizes: dict[str, int]) -> None:
                 Image.fromarray(pixels).save(folder / split / name / f"{copy}.png")
 
 
-def test_the_classes_of_your_own_folder_are_its_folders(tmp_path: Path) -> None:
+PETS = data.Classes(names=("cat", "dog", "owl"))
+
+
+def test_the_classes_of_your_own_folder_are_those_you_declare(tmp_path: Path) -> None:
     write_folder(tmp_path / "own", {"cat": 16, "dog": 16, "owl": 16})
-    loaded = data.load(str(tmp_path / "own"))
+    form = data.ImageForm.plain(16)
+    loaded = data.load(str(tmp_path / "own"), form=form, target=PETS)
     assert (loaded.classes, loaded.in_channels, loaded.image_size) == (3, 3, 16)
     assert loaded.train.labels.tolist() == [0, 0, 1, 1, 2, 2]
     assert loaded.test.images[:, 0, 0, 0].tolist() == [0, 1, 50, 51, 100, 101]
-    (tmp_path / "own" / "train" / "ant").mkdir()  # a class without images shifts the labels of the others
-    assert data.load(str(tmp_path / "own")).test.labels.tolist() == [1, 1, 2, 2, 3, 3]
+    (tmp_path / "own" / "train" / "ant").mkdir()  # a folder that you did not declare changes nothing while it is empty
+    assert data.load(str(tmp_path / "own"), form=form, target=PETS).test.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(ValueError, match="need `labels`: give all possible classes"):
+        data.load(str(tmp_path / "own"))
+    (tmp_path / "own" / "classes.txt").write_text("owl\ndog\ncat\n")
+    assert data.load(str(tmp_path / "own")).train.labels.tolist() == [2, 2, 1, 1, 0, 0]
+
+
+def test_your_own_images_have_any_size_and_one_that_you_declare(tmp_path: Path) -> None:
+    write_folder(tmp_path / "mixed", {"cat": 16, "dog": 20, "owl": 50})
+    loaded = data.load(str(tmp_path / "mixed"), target=PETS)
+    assert loaded.train.images.shape == (6, 3, 32, 32)  # a public constant, not the size of the first record
+    assert loaded.train.images[:, 0, 5, 5].tolist() == [0, 1, 50, 51, 100, 101]
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "I;16"])
+def test_any_encoding_and_mode_is_cropped_to_the_centre_and_resized(suffix: str, mode: str, tmp_path: Path) -> None:
+    pixels = np.zeros((20, 40), np.uint8)
+    pixels[:, 10:30] = 200  # the central square
+    image = Image.fromarray(pixels)
+    if mode == "I;16":
+        image = Image.fromarray(pixels.astype(np.uint16) * 256)
+    if mode not in {"png": ("RGB", "L", "P", "RGBA", "I;16"), "webp": ("RGB", "RGBA"), "jpg": ("RGB", "L")}[suffix]:
+        pytest.skip("the format has no such mode")
+    file = tmp_path / f"one.{suffix}"
+    (image if mode == "I;16" else image.convert(mode)).save(file)
+    found = data.ImageForm.plain(8).pixels(file.read_bytes(), "one")
+    assert found.shape == (3, 8, 8) and abs(found[..., 1:-1].astype(int) - 200).max() <= 12
+
+
+def test_an_image_is_turned_as_its_camera_says(tmp_path: Path) -> None:
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    pixels[:8] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    Image.fromarray(pixels).save(tmp_path / "one.png", exif=exif)
+    found = data.ImageForm.plain(16).pixels((tmp_path / "one.png").read_bytes(), "one")
+    assert found[0, 0, 0] == 0 and found[0, 15, 0] == 255
 
 
 def test_errors_of_your_own_folder_say_what_is_wrong(tmp_path: Path) -> None:
+    pets = data.Classes(names=("cat", "dog"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"'.*empty' is not a dataset of images: put train and test into it"):
-        data.load(str(tmp_path / "empty"))
-    write_folder(tmp_path / "mixed", {"cat": 16, "dog": 20})
-    with pytest.raises(ValueError, match="an image of 'mixed' has size 20x20, not 16x16: correct the file"):
-        data.load(str(tmp_path / "mixed"))
+        data.load(str(tmp_path / "empty"), target=pets)
     write_folder(tmp_path / "own", {"cat": 16, "dog": 16})
     (tmp_path / "own" / "train" / "cat" / "0.png").write_bytes(b"not an image")
     with pytest.raises(ValueError, match="an image of 'own' cannot be decoded: correct the file"):
-        data.load(str(tmp_path / "own"))
+        data.load(str(tmp_path / "own"), target=pets)
+    (tmp_path / "own" / "train" / "cat" / "0.png").unlink()
     (tmp_path / "own" / "test" / "dog").rename(tmp_path / "own" / "test" / "hog")
-    with pytest.raises(ValueError, match=r"hog' is not a class: .*train' has cat, dog"):
-        data.load(str(tmp_path / "own"))
+    with pytest.raises(ValueError, match="has a label that is not one of cat, dog: give all possible") as refused:
+        data.load(str(tmp_path / "own"), target=pets)
+    assert "hog" not in str(refused.value)
+    with pytest.raises(ValueError, match="the classes of 'mnist' are fixed"):
+        data.load("mnist", target=pets)
+
+
+def test_metadata_labels_your_own_images_with_several_labels_or_numbers(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    for split in data.SPLITS:
+        (own / split).mkdir(parents=True)
+        rows = ["file_name,signs,age"]
+        for index, signs in enumerate(("mass", "", "mass|node")):
+            Image.fromarray(np.full((9, 9), 40 * index, np.uint8)).save(own / split / f"{index}.png")
+            rows.append(f"{index}.png,{signs},{20 * index}")
+        (own / split / "metadata.csv").write_text("\n".join(rows) + "\n")
+    signs = data.load(str(own), target=data.LabelSet(names=("mass", "node")), label_column="signs")
+    assert signs.train.labels.tolist() == [[1, 0], [0, 0], [1, 1]]
+    ages = data.load(str(own), target=data.ValueRange(low=0, high=40), label_column="age")
+    assert ages.test.labels.tolist() == [-1, 0, 1]
+    with pytest.raises(ValueError, match=r"has no column 'label', only 'file_name', 'signs', 'age': give one of them"):
+        data.load(str(own), target=data.LabelSet(names=("mass", "node")))
+    (own / "test" / "2.png").unlink()
+    with pytest.raises(ValueError, match="names 1 files that do not exist"):
+        data.load(str(own), target=data.LabelSet(names=("mass", "node")), label_column="signs")
 
 
 def test_packaged_data_loads_quickly() -> None:

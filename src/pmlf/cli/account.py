@@ -11,6 +11,8 @@ from pmlf.cli.common import Command
 from pmlf.cli.display import claims_table, facts, trials_table
 from pmlf.experiments.spec import USUAL_DELTA, Budget, shown_default
 
+_NO_GUARANTEE = 20.0  # above, the odds change by a factor of more than 10^8: nothing worth the name is left
+
 
 @dataclass(frozen=True, kw_only=True)
 class Account(Budget, Command):
@@ -31,6 +33,10 @@ class Account(Budget, Command):
 
     records: int = 12_000
     """Number n of training records."""
+
+    group: Annotated[int | None, shown_default("none", "RECORDS")] = None
+    """Also print the epsilon for a person with this number of records (group privacy). It grows faster than the
+    number of records."""
 
     def execute(self) -> int:
         if self.certificate is not None and self.ledger is not None:
@@ -87,6 +93,14 @@ class Account(Budget, Command):
         )
         return 0
 
+    def _group(self, noise_multiplier: float, rate: float, steps: int, delta: float) -> float:
+        from pmlf.mechanism.groups import group_epsilon
+
+        assert self.group is not None
+        return group_epsilon(
+            noise_multiplier=noise_multiplier, sample_rate=rate, steps=steps, delta=delta, group=self.group
+        )
+
     def _calibrate(self) -> int:
         from pmlf.mechanism import accounting
 
@@ -112,6 +126,7 @@ class Account(Budget, Command):
             )
             for name in ("pld", "rdp")
         )
+        group = None if self.group is None else self._group(noise_multiplier, rate, steps, budget.delta)
         if budget.delta * self.records >= 1:
             warnings.warn(
                 f"delta={budget.delta} is not below 1/n = {1 / self.records:.3g}: give a smaller one", stacklevel=1
@@ -126,13 +141,20 @@ class Account(Budget, Command):
                 "batch_size": self.batch_size,
                 "sample_rate": rate,
                 "steps": steps,
+                **({} if group is None else {"group": self.group, "epsilon_of_group": group}),
             },
             facts(
                 [
                     ("noise multiplier", f"{noise_multiplier:.5g}"),
                     ("epsilon", f"{pld:.5g} by PLD, {rdp:.5g} by RDP, at delta {budget.delta:.3g}"),
                     ("steps", f"{steps}, each record drawn with probability {rate:.4g}"),
+                    *([] if group is None else [_group_line(self.group, group, budget.delta)]),
                 ]
             ),
         )
         return 0
+
+
+def _group_line(records: int | None, epsilon: float, delta: float) -> tuple[str, str]:
+    meaning = "too large to protect anyone" if epsilon > _NO_GUARANTEE else "for adding or removing all of them"
+    return f"{records} records", f"epsilon {epsilon:.5g} at delta {delta:.3g}, {meaning}"

@@ -15,7 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pmlf.cli import display
 from pmlf.cli.common import Command, check_plot
-from pmlf.experiments.spec import MethodOptions, RunSpec, Setting, TextOptions, comparison, flag, shown_default
+from pmlf.experiments.options import OwnData, PretrainedOptions, shown_default
+from pmlf.experiments.spec import MethodOptions, RunSpec, Setting, comparison, flag
 
 if TYPE_CHECKING:  # torch behind it takes seconds to import
     from pmlf.audit import AuditReport, AuditSettings, ModelReport, ModelSettings
@@ -57,14 +58,23 @@ class ModelOptions:
     clip_norm: float = 1.0
     """Clip norm C. The search reports multiples of it."""
 
-    text: TextOptions = field(default_factory=TextOptions)
+    own: OwnData = field(default_factory=OwnData)
+
+    pretrained: PretrainedOptions = field(default_factory=PretrainedOptions)
 
     @property
     def asked_for(self) -> bool:
         return self.model is not None or self.dataset is not None
 
     def setting(self, seed: int | None, options: MethodOptions) -> Setting:
-        return Setting(dataset=self.dataset or _DATASET, model=self.model, seed=seed, options=options, text=self.text)
+        return Setting(
+            dataset=self.dataset or _DATASET,
+            model=self.model,
+            seed=seed,
+            options=options,
+            own=self.own,
+            pretrained=self.pretrained,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

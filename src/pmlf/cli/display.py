@@ -107,13 +107,10 @@ def _scores(result: RunResult) -> list[tuple[str, str]]:
     last = result.evaluations[-1]
     lines = []
     for split, score in last.scores.items():
-        low, high = score.interval
-        line = f"{percent(score.accuracy)} (95 % interval {100 * low:.1f} to {percent(high)})"
-        if score.f1 is not None:
-            line += f", F1 {percent(score.f1)}"
+        line = score.in_words()
         if last.ema_scores is not None:
             line += f", EMA {percent(last.ema_scores[split].accuracy)}"
-        lines.append((f"{split} accuracy", line))
+        lines.append((f"{split} {score.metric}", line))
     return lines
 
 
@@ -121,7 +118,7 @@ def comparison_table(results: Sequence[RunResult]) -> Table:
     """One row per method; the best accuracy is bold."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("method")
-    for heading in ("epsilon", "test accuracy", "time"):
+    for heading in ("epsilon", f"test {results[0].metric}", "time"):
         table.add_column(heading, justify="right")
     best = max((result.test_accuracy or 0.0 for result in results), default=0.0)
     for result in results:
@@ -274,7 +271,7 @@ def plot_accuracy(results: Sequence[RunResult], path: Path) -> None:
     axes.set(
         title=f"{first.spec.model} on {first.spec.dataset}, epsilon {first.epsilon:.3g}, delta {first.spec.delta:.3g}",
         xlabel="epoch",
-        ylabel="test accuracy",
+        ylabel=f"test {first.metric}",
     )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))

@@ -58,7 +58,7 @@ class _Lines:
     def evaluated(self, evaluation: Evaluation) -> None:
         line = (
             f"{self._method}: step {evaluation.step}/{self._steps}, epsilon {evaluation.epsilon:.3g}, "
-            f"{evaluation.split} accuracy {accuracies(evaluation.test_accuracy, evaluation.ema_accuracy)}"
+            f"{evaluation.split} {evaluation.metric} {accuracies(evaluation.test_accuracy, evaluation.ema_accuracy)}"
             f"{_sensitive(evaluation.training_loss)}"
         )
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -80,7 +80,7 @@ class _Bar:
         self._progress.update(self._task, completed=step, facts=self._facts + _sensitive(training_loss))
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        self._facts = f"epsilon {evaluation.epsilon:.3g}, accuracy {percent(evaluation.test_accuracy)}"
+        self._facts = f"epsilon {evaluation.epsilon:.3g}, {evaluation.metric} {percent(evaluation.test_accuracy)}"
         self._progress.update(self._task, facts=self._facts + _sensitive(evaluation.training_loss))
 
 

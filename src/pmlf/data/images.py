@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import csv
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -12,19 +12,22 @@ from typing import Any, overload
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from pmlf.data.cache import Arrays, cached
 from pmlf.data.catalogue import DEFAULT, IMAGE_DATASETS, NAMES, TEXT_DATASETS, ImageSpec, suggestion
+from pmlf.data.pixels import IMAGE_SUFFIXES, ImageForm
 from pmlf.data.sources import ROWS_PER_READ, Source, hub_source
+from pmlf.data.targets import Classes, Target
 
 SPLITS = ("train", "test")
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+OWN_SIZE = 32  # of your own images, unless another is given
+METADATA = "metadata.csv"
+CLASSES_FILE = "classes.txt"
 
 
-class ImageItems(Sequence[tuple[Tensor, int]]):
+class ImageItems(Sequence[tuple[Tensor, Tensor]]):
     """A sequence of (image, label) items, stored as two stacked tensors. `collate` returns them without a copy."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
@@ -35,16 +38,16 @@ class ImageItems(Sequence[tuple[Tensor, int]]):
         return len(self.labels)
 
     @overload
-    def __getitem__(self, index: int) -> tuple[Tensor, int]: ...
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]: ...
     @overload
     def __getitem__(self, index: slice) -> ImageItems: ...
-    def __getitem__(self, index: int | slice) -> tuple[Tensor, int] | ImageItems:
+    def __getitem__(self, index: int | slice) -> tuple[Tensor, Tensor] | ImageItems:
         if isinstance(index, slice):
             return ImageItems(self.images[index], self.labels[index])
-        return self.images[index], int(self.labels[index])
+        return self.images[index], self.labels[index]
 
 
-class ImageDataset(Dataset[tuple[Tensor, int]]):
+class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
     """Images and labels in memory. An item is the normalised float32 image (C, H, W) and its label.
 
     `__getitems__` normalises many images at once; DataLoader and Subset call it automatically. With `collate` as the
@@ -52,37 +55,29 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
 
     Args:
         images: uint8 tensor (N, C, H, W).
-        labels: int64 tensor (N,).
+        labels: int64 tensor (N,) of classes; or float32 (N, labels) for several labels, (N,) for a number.
         mean: Mean per channel, for pixels in [0, 1]. Use a public constant.
         std: Standard deviation per channel, in the same way.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> None:
         self.images = images  # uint8 (N, C, H, W)
-        self.labels = labels  # int64 (N,)
-        # (pixel / 255 - mean) / std is pixel * scale + shift
-        means, stds = torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
-        self._scale = (1 / (255 * stds)).float().view(-1, 1, 1).numpy()  # (C, 1, 1)
-        self._shift = (-means / stds).float().view(-1, 1, 1).numpy()  # (C, 1, 1)
+        self.labels = labels  # int64 (N,), or float32
+        self._form = ImageForm(channels=len(mean), size=images.shape[-1], mean=tuple(mean), std=tuple(std))
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self._normalised(self.images[index].numpy()), int(self.labels[index])
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._form.normalised(self.images[index].numpy()), self.labels[index]
 
     def __getitems__(self, indices: Sequence[int] | NDArray[np.int64] | Tensor) -> ImageItems:
         chosen = torch.as_tensor(indices, dtype=torch.int64)  # (N,), also for N = 0
-        return ImageItems(self._normalised(self.images.numpy()[chosen.numpy()]), self.labels[chosen])
-
-    def _normalised(self, images: NDArray[np.uint8]) -> Tensor:
-        # with NumPy: a few megabytes do not justify the overhead of torch's threads
-        scaled = np.multiply(images, self._scale, dtype=np.float32)
-        return torch.from_numpy(np.add(scaled, self._shift, out=scaled))
+        return ImageItems(self._form.normalised(self.images.numpy()[chosen.numpy()]), self.labels[chosen])
 
 
-def collate(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-    """Make a batch of items: images float32 (N, C, H, W) and labels int64 (N,). ImageItems may be empty.
+def collate(items: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Make a batch of items: images float32 (N, C, H, W) and labels, int64 (N,) if classes. ImageItems may be empty.
 
     >>> images = torch.zeros(5, 1, 28, 28, dtype=torch.uint8)
     >>> dataset = ImageDataset(images, torch.arange(5), mean=[0.5], std=[0.5])
@@ -102,20 +97,43 @@ class ImageData:
     name: str
     train: ImageDataset
     test: ImageDataset
-    classes: int
-    in_channels: int
-    image_size: int
+    form: ImageForm
+    target: Target
     mirrors: bool
 
+    @property
+    def classes(self) -> int:
+        """The number of a model's outputs."""
+        return self.target.width
 
-def load(name: str = DEFAULT, data_dir: str | Path | None = None) -> ImageData:
-    """Load an image dataset.
+    @property
+    def in_channels(self) -> int:
+        return self.form.channels
+
+    @property
+    def image_size(self) -> int:
+        return self.form.size
+
+
+def load(
+    name: str = DEFAULT,
+    data_dir: str | Path | None = None,
+    *,
+    form: ImageForm | None = None,
+    target: Target | None = None,
+    label_column: str | None = None,
+) -> ImageData:
+    """Load the training and the test split of an image dataset.
 
     Args:
-        name: One of `IMAGE_DATASETS`; or the path of your own folder that holds `train` and `test`, each with one
-            folder of images per class.
+        name: One of `IMAGE_DATASETS`; or the path of your own folder that holds `train` and `test`. Each has one folder
+            of images per class, or a file metadata.csv with the columns file_name and `label_column`.
         data_dir: Folder with the layout of the Hugging Face hub, such as `data_dir/uoft-cs/cifar10`. None: the folder
             in the environment variable PMLF_DATA, else the hub.
+        form: Size and normalisation of the images, which are resized and cropped to it. None: the dataset's own; for
+            your own images 32 x 32.
+        target: What your own images are labelled with. Its names are declared, not collected from the folders.
+        label_column: Column of metadata.csv that holds the labels of your own images. None: "label".
 
     Raises:
         ValueError: If the dataset is unknown, cannot be reached or cannot be read.
@@ -124,135 +142,160 @@ def load(name: str = DEFAULT, data_dir: str | Path | None = None) -> ImageData:
     >>> len(data.train), len(data.test), data.classes, data.in_channels, data.image_size
     (12000, 2000, 10, 1, 28)
     """
+    form, target, mirrors = described(name, form, target)
+    train, test = (
+        load_split(name, split, data_dir, form=form, target=target, label_column=label_column) for split in SPLITS
+    )
+    return ImageData(name=name, train=train, test=test, form=form, target=target, mirrors=mirrors)
+
+
+def described(name: str, form: ImageForm | None, target: Target | None) -> tuple[ImageForm, Target, bool]:
+    """Form, target and whether mirrored images keep their class: the catalogue's facts, or what you declare."""
     if name in TEXT_DATASETS:
         raise ValueError(f"{name!r} is a text dataset: load it with pmlf.data.load_text")
     if name in IMAGE_DATASETS:
         spec = IMAGE_DATASETS[name]
-        arrays = _asset(spec) if spec.asset else _from_hub(spec, data_dir)
-    elif Path(name).is_dir():
-        spec, arrays = _from_folder(Path(name))
-    elif Path(name).is_file():
+        if target is not None and target != spec.target:
+            raise ValueError(f"the classes of {name!r} are fixed: give `labels` only for your own images")
+        return form or spec.form, spec.target, spec.mirrors
+    if Path(name).is_file():
         raise ValueError(
-            f"{name!r} is a file, not a folder of images: for a table of texts, give text_column and `labels`"
+            f"{name!r} is a file, not a folder of images: for a table of texts, give text_column and `labels`; for "
+            "other tables, give `columns` or `schema`"
         )
+    if not Path(name).is_dir():
+        raise ValueError(
+            f"dataset {name!r} does not exist: give one of {', '.join(NAMES)}, a folder of images with train and test "
+            f"in it, or a table with text_column, `columns` or `schema`.{suggestion(name)}"
+        )
+    if target is None:
+        names = declared_classes(Path(name))
+        if names is None:
+            raise ValueError(
+                f"your own images in {name!r} need `labels`: give all possible classes, or write them into "
+                f"{CLASSES_FILE} in the folder, one a line. They are not collected from the records, which are private"
+            )
+        target = Classes(names=names)
+    return form or ImageForm.plain(OWN_SIZE), target, True
+
+
+def declared_classes(folder: Path) -> tuple[str, ...] | None:
+    """The lines of classes.txt in a folder of images; None if there is no such file."""
+    path = folder / CLASSES_FILE
+    return tuple(line for line in path.read_text().splitlines() if line) if path.is_file() else None
+
+
+def load_split(
+    name: str,
+    split: str,
+    data_dir: str | Path | None = None,
+    *,
+    form: ImageForm,
+    target: Target,
+    label_column: str | None = None,
+) -> ImageDataset:
+    """One split of an image dataset, with the images resized to `form`. The arguments are those of `load`."""
+    if name in IMAGE_DATASETS:
+        spec = IMAGE_DATASETS[name]
+        images, labels = _asset(spec, split, form) if spec.asset else _from_hub(spec, split, form, data_dir)
     else:
-        raise ValueError(
-            f"unknown dataset {name!r}: give one of {', '.join(NAMES)}, a folder of images with train and test in it, "
-            f"or a table of texts with text_column and `labels`.{suggestion(name)}"
-        )
-    train, test = (
-        ImageDataset(torch.from_numpy(images), torch.from_numpy(labels), mean=spec.mean, std=spec.std)
-        for images, labels in arrays
-    )
-    return ImageData(
-        name=name,
-        train=train,
-        test=test,
-        classes=spec.classes,
-        in_channels=spec.in_channels,
-        image_size=spec.image_size,
-        mirrors=spec.mirrors,
-    )
+        images, labels = _from_folder(Path(name), split, form, target, label_column)
+    return ImageDataset(torch.from_numpy(images), torch.from_numpy(labels), mean=form.mean, std=form.std)
 
 
-_Pair = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images (N, C, H, W) and labels (N,)
-_Encoded = Iterator[tuple[Sequence[bytes], NDArray[Any]]]  # encoded images and their labels
+_Pair = tuple[NDArray[np.uint8], NDArray[Any]]  # images (N, C, H, W) and encoded labels (N, ...)
+_Encoded = Iterator[tuple[Sequence[bytes], Sequence[Any]]]  # encoded images and their labels as written
 
 
-def _asset(spec: ImageSpec) -> Iterator[_Pair]:
+def _asset(spec: ImageSpec, split: str, form: ImageForm) -> _Pair:
     assert spec.asset is not None
     with resources.as_file(resources.files("pmlf") / "assets" / spec.asset) as path, np.load(path) as archive:
-        for split in SPLITS:
-            yield archive[f"{split}_images"], archive[f"{split}_labels"].astype(np.int64)
+        if split not in SPLITS:
+            raise ValueError(f"{spec.asset!r} has no split {split!r}, only {' and '.join(SPLITS)}")
+        images, labels = archive[f"{split}_images"], archive[f"{split}_labels"].astype(np.int64)
+    if form.size == spec.image_size and form.channels == spec.in_channels:
+        return images, labels
+    return np.stack([form.pixels_of_array(image) for image in images]), labels
 
 
-def _from_hub(spec: ImageSpec, data_dir: str | Path | None) -> list[_Pair]:
+def _from_hub(spec: ImageSpec, split: str, form: ImageForm, data_dir: str | Path | None) -> _Pair:
     source = hub_source(spec.hub_id, data_dir)
 
-    def encoded(split: str) -> _Encoded:
+    def encoded() -> _Encoded:
         for table in source.tables(split, {spec.image_column: None, spec.label_column: None}):
             images = [row["bytes"] for row in table.column(spec.image_column).to_pylist()]
-            yield images, table.column(spec.label_column).to_numpy()
+            yield images, table.column(spec.label_column).to_pylist()
 
-    return [_decoded(spec, source, split, encoded) for split in SPLITS]
+    return _decoded(source, split, form, spec.target, encoded, resize=form.size != spec.image_size)
 
 
-def _from_folder(folder: Path) -> tuple[ImageSpec, list[_Pair]]:
-    """Your own images. The folders in `train` are the classes, and all images have the size of the first."""
-    classes = sorted(path.name for path in (folder / "train").glob("*") if path.is_dir())
-    files = {
-        split: [path for path in sorted((folder / split).glob("*/*")) if path.suffix.lower() in IMAGE_SUFFIXES]
-        for split in SPLITS
-    }
-    if not all(files.values()):
+def _from_folder(folder: Path, split: str, form: ImageForm, target: Target, label_column: str | None) -> _Pair:
+    """Your own images: a folder for each class, or a metadata.csv that names the files and their labels."""
+    listed = (folder / split / METADATA).is_file()
+    files, values = _listed(folder / split, label_column) if listed else _by_folder(folder, split, target)
+    source = Source(name=folder.name, files={split: files}, advice="correct the file")
+
+    def encoded() -> _Encoded:
+        for start in range(0, len(files), ROWS_PER_READ):
+            part = slice(start, start + ROWS_PER_READ)
+            yield [path.read_bytes() for path in files[part]], values[part]
+
+    return _decoded(source, split, form, target, encoded, values, resize=True)
+
+
+def _by_folder(folder: Path, split: str, target: Target) -> tuple[list[Path], list[Any]]:
+    """The files in the folders of the classes, and their classes."""
+    files = [path for path in sorted((folder / split).glob("*/*")) if path.suffix.lower() in IMAGE_SUFFIXES]
+    if not files:
         raise ValueError(
             f"{str(folder)!r} is not a dataset of images: put {' and '.join(SPLITS)} into it, each with one folder of "
-            f"{', '.join(IMAGE_SUFFIXES)} files per class; for texts, give text_column"
+            f"{', '.join(IMAGE_SUFFIXES)} files per class, or with a {METADATA}; for texts, give text_column"
         )
-    for path in (path for paths in files.values() for path in paths):
-        if path.parent.name not in classes:
-            raise ValueError(f"{str(path.parent)!r} is not a class: {str(folder / 'train')!r} has {', '.join(classes)}")
-    source = Source(name=folder.name, files=files, advice="correct the file")
-    spec = ImageSpec(
-        hub_id=folder.name,
-        classes=len(classes),
-        in_channels=3,
-        image_size=_decode(source, files["train"][0].read_bytes()).height,
-        mean=(0.5, 0.5, 0.5),
-        std=(0.5, 0.5, 0.5),
-        mirrors=True,
-    )
-
-    def encoded(split: str) -> _Encoded:
-        for start in range(0, len(files[split]), ROWS_PER_READ):
-            part = files[split][start : start + ROWS_PER_READ]
-            labels = [classes.index(path.parent.name) for path in part]
-            yield [path.read_bytes() for path in part], np.array(labels, dtype=np.int64)
-
-    def labelled(split: str) -> tuple[Any, ...]:
-        return (classes, [path.parent.name for path in files[split]])  # not part of the files' contents
-
-    return spec, [_decoded(spec, source, split, encoded, *labelled(split)) for split in SPLITS]
+    if not isinstance(target, Classes):
+        raise ValueError(
+            f"{str(folder / split)!r} has a folder for each class, which cannot hold a {target.task} target: write "
+            f"{METADATA} into it, with the columns file_name and label"
+        )
+    return files, [path.parent.name for path in files]
 
 
-def _decoded(spec: ImageSpec, source: Source, split: str, encoded: Callable[[str], _Encoded], *also: Any) -> _Pair:
+def _listed(folder: Path, label_column: str | None) -> tuple[list[Path], list[Any]]:
+    """The files and the labels of metadata.csv."""
+    label = label_column or "label"
+    with (folder / METADATA).open(newline="", encoding="utf-8-sig") as file:
+        rows = csv.DictReader(file)
+        there = list(rows.fieldnames or ())
+        for column, way_out in (("file_name", "name it so"), (label, "give one of them as `label_column`")):
+            if column not in there:
+                only = ", ".join(map(repr, there))
+                raise ValueError(f"{str(folder / METADATA)!r} has no column {column!r}, only {only}: {way_out}")
+        records = [(folder / row["file_name"], row[label]) for row in rows]
+    missing = sum(not path.is_file() for path, _ in records)
+    if missing or not records:
+        raise ValueError(
+            f"{str(folder / METADATA)!r} names {missing} files that do not exist in {str(folder)!r}: correct it"
+            if missing
+            else f"{str(folder / METADATA)!r} has no rows: add the files and their labels"
+        )
+    return [path for path, _ in records], [value for _, value in records]
+
+
+def _decoded(
+    source: Source,
+    split: str,
+    form: ImageForm,
+    target: Target,
+    encoded: Callable[[], _Encoded],
+    *also: Any,
+    resize: bool,
+) -> _Pair:
     """The images and labels of a split, from the cache or decoded into it. `also` is part of the cache key."""
 
     def make(arrays: Arrays) -> None:
-        for images, labels in encoded(split):
-            _check_labels(spec, source, labels)
-            arrays.append("images", np.stack([_pixels(spec, source, image) for image in images]))
-            arrays.append("labels", labels.astype(np.int64))
+        for images, values in encoded():
+            arrays.append("labels", target.encode(values, source.name, source.label_advice))
+            pixels = [form.pixels(image, source.name, source.advice, resize=resize) for image in images]
+            arrays.append("images", np.stack(pixels))
 
-    arrays = cached(source.digest(split, "images", spec, *also), make)
+    arrays = cached(source.digest(split, "pixels", form, target, resize, *also), make)
     return arrays["images"], arrays["labels"]
-
-
-def _pixels(spec: ImageSpec, source: Source, encoded: bytes) -> NDArray[np.uint8]:
-    image = _decode(source, encoded)
-    pixels = np.asarray(image.convert("L" if spec.in_channels == 1 else "RGB"))  # (H, W) or (H, W, 3)
-    height, width = pixels.shape[:2]
-    if height != spec.image_size or width != spec.image_size:
-        raise ValueError(
-            f"an image of {source.name!r} has size {height}x{width}, not {spec.image_size}x{spec.image_size}: "
-            f"{source.advice}"
-        )
-    return pixels.reshape(height, width, spec.in_channels).transpose(2, 0, 1)  # (C, H, W)
-
-
-def _decode(source: Source, encoded: bytes) -> Image.Image:
-    try:
-        with Image.open(io.BytesIO(encoded)) as image:
-            image.load()
-    except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for a broken PNG
-        raise ValueError(f"an image of {source.name!r} cannot be decoded: {source.advice} ({error})") from error
-    return image
-
-
-def _check_labels(spec: ImageSpec, source: Source, labels: NDArray[Any]) -> None:
-    in_range = (labels >= 0) & (labels < spec.classes)
-    if not in_range.all():
-        raise ValueError(
-            f"{source.name!r} has a label that is not in 0 to {spec.classes - 1}: {source.advice}, or remove the rows "
-            "without a label"
-        )

@@ -12,12 +12,13 @@ from typing import Any
 from pmlf.basics.hub import snapshot
 from pmlf.data.cache import digest
 from pmlf.data.catalogue import DEFAULT
+from pmlf.data.targets import GIVE_LABELS
 
 DATA_DIR_VARIABLE = "PMLF_DATA"
 ROWS_PER_READ = 1000
 AGAIN = "download the files from the hub again"
 _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-(?P<shards>\d{5})")
-_READERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json"}
+READERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,11 @@ class Source:
     name: str
     files: Mapping[str, Sequence[Path]]  # by split
     advice: str = AGAIN
+
+    @property
+    def label_advice(self) -> str:
+        """What to do about a label that was not declared."""
+        return self.advice if self.advice == AGAIN else GIVE_LABELS
 
     def files_of(self, split: str) -> Sequence[Path]:
         """The files of a split. Raises ValueError if there is none."""
@@ -49,7 +55,7 @@ class Source:
             ValueError: If a file cannot be read, a column is missing, or there are no rows.
         """
         files = self.files_of(split)
-        reader = _READERS[files[0].suffix]
+        reader = READERS[files[0].suffix]
         options = {"sep": "\t"} if files[0].suffix == ".tsv" else {}
         load_dataset = _load_dataset(self.name)
         try:  # streaming reads in place, without a copy in the cache of `datasets`
@@ -111,15 +117,21 @@ def hub_source(hub_id: str, data_dir: str | Path | None = None, config: str = ""
     return Source(name=name, files=_by_split(name, found))
 
 
-def own_source(path: Path) -> Source:
-    """Your own table: a file is the split `train`; a folder has one file per split, such as train.csv and test.csv."""
-    if path.is_file() and path.suffix in _READERS:
-        return Source(name=path.name, files={"train": [path]}, advice="correct the file")
-    files = {file.stem: [file] for file in sorted(path.glob("*")) if file.suffix in _READERS} if path.is_dir() else {}
-    if "train" not in files:
+def own_source(path: Path, split: str = "train") -> Source:
+    """Your own table. A file is the given split; a folder has one file per split, such as train.csv and test.csv.
+
+    Raises:
+        ValueError: If the path is missing, or has no table for the split.
+    """
+    kinds = ", ".join(READERS)
+    if not path.exists():
+        raise ValueError(f"{str(path)!r} does not exist: give the path of a {kinds} file, or of a folder of such files")
+    if path.is_file() and path.suffix in READERS:
+        return Source(name=path.name, files={split: [path]}, advice="correct the file")
+    files = {file.stem: [file] for file in sorted(path.glob("*")) if file.suffix in READERS} if path.is_dir() else {}
+    if split not in files:
         raise ValueError(
-            f"{str(path)!r} is not a table: give a {', '.join(_READERS)} file, or a folder with train and test files "
-            "of these kinds"
+            f"{str(path)!r} is not a table: give a {kinds} file, or a folder with train and test files of these kinds"
         )
     return Source(name=path.name, files=files, advice="correct the files")
 

@@ -18,29 +18,60 @@ from torch.utils.data import Dataset
 from pmlf.data.cache import Arrays, cached
 from pmlf.data.catalogue import TEXT_DATASETS, suggestion
 from pmlf.data.sources import Source, hub_source, own_source
+from pmlf.data.targets import Target
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The columns of a table of texts, and its possible labels.
-
-    You name the labels; they are not collected from the records, because a class with a single record would otherwise
-    show in the shape of the model.
+    """The columns of a table of texts, and what its labels can be.
 
     Args:
         text: Column of the texts.
         pair: Column of the second texts, if a record is a pair.
         label: Column of the labels.
-        labels: All possible labels, in class order.
+        target: What the labels mean, with all possible ones. They are declared, not collected from the records.
     """
 
     text: str
     pair: str | None = None
     label: str = "label"
-    labels: tuple[str, ...]
+    target: Target
 
 
-TextItem = tuple[Tensor, Tensor | None, int]  # token ids (L,), token types (L,) if the model has them, label
+@dataclass(frozen=True, kw_only=True)
+class TextForm:
+    """The texts that a model takes.
+
+    Args:
+        text: Column of the texts in a table.
+        pair: Column of the second texts, if a record is a pair.
+        longest: Largest number of tokens of a text.
+        cut: Truncate longer texts. False: refuse them.
+    """
+
+    text: str
+    pair: str | None = None
+    longest: int
+    cut: bool
+
+    def tokens(self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, source: str) -> TokenLists:
+        """Tokenise texts. `source` names them in errors.
+
+        Raises:
+            ValueError: If a text is too long.
+        """
+        limit = self.longest if self.cut else None
+        found = tokenizer(list(texts), pairs and list(pairs), truncation=self.cut, max_length=limit, verbose=False)
+        if max(map(len, found["input_ids"]), default=0) > self.longest:
+            raise ValueError(
+                f"a text of {source!r} has more than {self.longest} tokens, the limit of the model: give "
+                f"max_length={self.longest} to truncate texts, or a model with a higher limit"
+            )
+        return found["input_ids"], found.get("token_type_ids")
+
+
+TokenLists = tuple[list[list[int]], list[list[int]] | None]  # token ids of each text, and token types if there are any
+TextItem = tuple[Tensor, Tensor | None, Tensor]  # token ids (L,), token types (L,) if the model has them, label
 
 
 class TokenDataset(Dataset[TextItem]):
@@ -51,7 +82,7 @@ class TokenDataset(Dataset[TextItem]):
         self._ends = np.cumsum(self.lengths)
         self._tokens = torch.from_numpy(arrays["tokens"])  # int32, of all texts
         self._types = torch.from_numpy(arrays["types"]) if "types" in arrays else None  # uint8, of all texts
-        self.labels = torch.from_numpy(arrays["labels"])  # int64 (N,)
+        self.labels = torch.from_numpy(arrays["labels"])  # int64 (N,), or float32 (N, ...)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -61,7 +92,7 @@ class TokenDataset(Dataset[TextItem]):
             raise IndexError(f"index {index} is out of range for {len(self)} records")
         where = slice(int(self._ends[index] - self.lengths[index]), int(self._ends[index]))
         types = None if self._types is None else self._types[where].long()
-        return self._tokens[where].long(), types, int(self.labels[index])
+        return self._tokens[where].long(), types, self.labels[index]
 
 
 @dataclass(frozen=True)
@@ -78,7 +109,7 @@ class Padding:
         batch = {
             "input_ids": padded,
             "attention_mask": (torch.arange(padded.shape[1]) < lengths[:, None]).long(),
-            "labels": torch.tensor([item[2] for item in items]),
+            "labels": torch.stack([item[2] for item in items]),
         }
         return batch | ({"token_type_ids": pad_sequence(types, batch_first=True)} if types else {})
 
@@ -96,8 +127,8 @@ class TextData:
 
     @property
     def classes(self) -> int:
-        """Number of classes."""
-        return len(self.columns.labels)
+        """The number of a model's outputs."""
+        return self.columns.target.width
 
     def tokenised(self, split: str, tokenizer: Any, *, longest: int, cut: bool) -> TokenDataset:
         """Tokenise a split, or read the result from the cache.
@@ -109,26 +140,23 @@ class TextData:
             cut: Truncate longer texts. False: raise ValueError.
         """
 
+        form = TextForm(text=self.columns.text, pair=self.columns.pair, longest=longest, cut=cut)
+
         def make(arrays: Arrays) -> None:
             for table in self.source.tables(split, self._required_columns()):
-                texts = self._texts(table, self.columns.text)
-                pairs = self._texts(table, self.columns.pair) if self.columns.pair else None
-                found = tokenizer(texts, pairs, truncation=cut, max_length=longest if cut else None, verbose=False)
-                lengths = np.array([len(tokens) for tokens in found["input_ids"]], dtype=np.int64)
-                if lengths.max(initial=0) > longest:
-                    raise ValueError(
-                        f"a text of {self.source.name!r} has more than {longest} tokens, the limit of the model: give "
-                        f"max_length={longest} to truncate texts, or a model with a higher limit"
-                    )
-                arrays.append("lengths", lengths)
-                arrays.append("tokens", np.concatenate(found["input_ids"]).astype(np.int32))
-                if "token_type_ids" in found:
-                    arrays.append("types", np.concatenate(found["token_type_ids"]).astype(np.uint8))
-                arrays.append("labels", self._labels(table))
+                texts = column_of_texts(table, form.text, self.source.name)
+                pairs = column_of_texts(table, form.pair, self.source.name) if form.pair else None
+                tokens, types = form.tokens(tokenizer, texts, pairs, self.source.name)
+                arrays.append("lengths", np.array([len(each) for each in tokens], dtype=np.int64))
+                arrays.append("tokens", np.concatenate(tokens).astype(np.int32))
+                if types is not None:
+                    arrays.append("types", np.concatenate(types).astype(np.uint8))
+                labels = table.column(self.columns.label).to_pylist()
+                arrays.append("labels", self.columns.target.encode(labels, self.source.name, self.source.label_advice))
 
         vocabulary = hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest()
-        form = (vocabulary, tuple(tokenizer.model_input_names), longest, cut)
-        return TokenDataset(cached(self.source.digest(split, "tokens", self.columns, form), make))
+        key = (vocabulary, tuple(tokenizer.model_input_names), form)
+        return TokenDataset(cached(self.source.digest(split, "tokens", self.columns, key), make))
 
     def _required_columns(self) -> dict[str, str | None]:
         """The columns to read, each with the option that names it."""
@@ -139,27 +167,20 @@ class TextData:
         }
         return {column: option if self.own else None for option, column in named.items() if column is not None}
 
-    def _texts(self, table: Any, column: str) -> list[str]:
-        values = table.column(column).to_pylist()
-        if not all(isinstance(value, str) for value in values):
-            raise ValueError(
-                f"column {column!r} of {self.source.name!r} has a value that is not a text: remove its row, or give "
-                "another column"
-            )
-        return values
 
-    def _labels(self, table: Any) -> NDArray[np.int64]:
-        classes = {name: index for index, name in enumerate(self.columns.labels)}
-        values = [str(value) for value in table.column(self.columns.label).to_pylist()]
-        if not set(values) <= set(classes):  # the message does not show the label, which is private
-            raise ValueError(
-                f"{self.source.name!r} has a label that is not one of {', '.join(classes)}: "
-                + ("give all possible `labels`, or remove the rows without one" if self.own else self.source.advice)
-            )
-        return np.array([classes[value] for value in values], dtype=np.int64)
+def column_of_texts(table: Any, column: str, source: str) -> list[str]:
+    """A column of an Arrow table. Raises ValueError if a value is not a text."""
+    values: list[str] = table.column(column).to_pylist()
+    if not all(isinstance(value, str) for value in values):
+        raise ValueError(
+            f"column {column!r} of {source!r} has a value that is not a text: remove its row, or give another column"
+        )
+    return values
 
 
-def load_text(name: str, data_dir: str | Path | None = None, columns: Columns | None = None) -> TextData:
+def load_text(
+    name: str, data_dir: str | Path | None = None, columns: Columns | None = None, *, split: str = "train"
+) -> TextData:
     """Load a text dataset.
 
     Args:
@@ -167,33 +188,30 @@ def load_text(name: str, data_dir: str | Path | None = None, columns: Columns | 
             with train and test files of these kinds.
         data_dir: Folder with the layout of the Hugging Face hub. None: the folder in PMLF_DATA, else the hub.
         columns: The columns of your own table.
+        split: The split that your own table must have. A single file is this split.
 
     Raises:
         ValueError: If the dataset is unknown, or its columns are missing or superfluous.
     """
     if name in TEXT_DATASETS:
         spec = TEXT_DATASETS[name]
-        if columns is not None:
+        found = Columns(text=spec.text_column, pair=spec.pair_column, label=spec.label_column, target=spec.target)
+        if columns is not None and columns != found:
             raise ValueError(f"the columns of {name!r} are fixed: give columns only for your own table")
         return TextData(
             name=name,
             source=hub_source(spec.hub_id, data_dir, spec.config),
-            columns=Columns(
-                text=spec.text_column,
-                pair=spec.pair_column,
-                label=spec.label_column,
-                labels=tuple(str(index) for index in range(spec.classes)),
-            ),
+            columns=found,
             judged_on=spec.judged_on,
             metrics=spec.metrics,
         )
     if not Path(name).exists():
         raise ValueError(
-            f"unknown dataset {name!r}: give one of {', '.join(TEXT_DATASETS)}, or the path of a table."
+            f"dataset {name!r} does not exist: give one of {', '.join(TEXT_DATASETS)}, or the path of a table."
             f"{suggestion(name)}"
         )
-    if columns is None or len(columns.labels) < 2:
+    if columns is None:
         raise ValueError(f"the table {name!r} needs text_column and two or more `labels`: give them")
-    source = own_source(Path(name))
+    source = own_source(Path(name), split)
     judged_on = next(((split,) for split in ("test", "validation") if split in source.files), ())
     return TextData(name=Path(name).name, source=source, columns=columns, judged_on=judged_on, own=True)

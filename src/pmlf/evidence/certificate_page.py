@@ -32,9 +32,9 @@ def page(document: Mapping[str, Any]) -> str:
     source = (resources.files("pmlf") / "assets" / "certificate.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(source).render(
-        epsilon="none" if document["epsilon"] is None else _upper(document["epsilon"]),
+        epsilon="none" if document["epsilon"] is None else upper(document["epsilon"]),
         delta=_number(document["delta"]),
-        guarantee=_guarantee(document),
+        guarantee=guarantee(document),
         reproducible=document["reproducible_noise"],
         spent=_spent(document),
         composition=document["composition"],
@@ -47,7 +47,8 @@ def page(document: Mapping[str, Any]) -> str:
     )
 
 
-def _guarantee(document: Mapping[str, Any]) -> str:
+def guarantee(document: Mapping[str, Any]) -> str:
+    """The guarantee of a certificate as a sentence with its definition."""
     if document["epsilon"] is None:
         return f"This certificate states no guarantee: {UNBOUNDED.partition(': ')[2] or UNBOUNDED}."
     dataset = f" of {document['dataset']}" if document["dataset"] else ""
@@ -65,7 +66,7 @@ def _spent(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for name, condition in zip(("planned", "released"), valid, strict=True):
         epsilon = document[f"epsilon_at_{name}_steps"]
         steps = f"{document[f'{name}_steps']:,}"
-        rows.append((name, steps, _upper(epsilon["pld"]), _upper(epsilon["rdp"]), condition))
+        rows.append((name, steps, upper(epsilon["pld"]), upper(epsilon["rdp"]), condition))
     return rows
 
 
@@ -138,10 +139,10 @@ def _origin(document: Mapping[str, Any]) -> str:
     return ", ".join([*parts, f"certificate {document['digest']}"])
 
 
-def _upper(epsilon: float) -> str:
+def upper(epsilon: float) -> str:
     """Four decimals, rounded up: the page must not state less than the certificate.
 
-    >>> _upper(1.99991), _upper(2.00001)
+    >>> upper(1.99991), upper(2.00001)
     ('2', '2.0001')
     """
     return f"{math.ceil(epsilon * 1e4) / 1e4:.10g}" if math.isfinite(epsilon) else str(epsilon)

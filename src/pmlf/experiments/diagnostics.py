@@ -22,7 +22,7 @@ from pmlf.engine.clipper import Clipper
 from pmlf.engine.passes import Pass
 from pmlf.engine.plan import Plan
 from pmlf.experiments.results import SENSITIVE_NOTE
-from pmlf.experiments.spec import RunSpec, flag
+from pmlf.experiments.spec import GROUPS, RunSpec, flag
 from pmlf.experiments.tasks import Task
 from pmlf.mechanism import theory
 from pmlf.mechanism.filters import LowPass
@@ -241,14 +241,14 @@ def _bias(means: GradientSeries, gradients: GradientSeries) -> float:
 def _command(spec: RunSpec) -> str:
     """The command that repeats the measurement: the main options and those that are not at their default."""
     always = ("method", "dataset", "model", "epsilon", "lr", "seed")
-    usual, groups = RunSpec(), ("options", "text")
+    usual = RunSpec()
     changed = {
         name: value
         for name, value in vars(spec).items()
-        if name not in groups and value is not None and (name in always or value != getattr(usual, name))
+        if name not in GROUPS and value is not None and (name in always or value != getattr(usual, name))
     }
-    for group in groups:
-        changed |= {name: value for name, value in vars(getattr(spec, group)).items() if value is not None}
+    for group in GROUPS:
+        changed |= {name: value for name, value in vars(getattr(spec, group)).items() if value not in (None, False)}
     return f"pmlf train --diagnostics {' '.join(_option(name, value) for name, value in changed.items())}"
 
 

@@ -145,6 +145,7 @@ class Execution:
             self._save()
             self.folder.write_metrics(self.progress.evaluations)
             self.folder.write_models(self.private)
+            self.task.write_form(self.folder.path)
         self.folder.write_certificate(self.private, self.progress.not_accounted_for)
 
 

@@ -1,13 +1,14 @@
 """The folder of a run: its files, and which settings a resumed run may change.
 
-Only its owner can read the folder (mode 0700). Weights and certificate may be released; the other files may not.
+Only its owner can read the folder (mode 0700). Weights, model.json, pretrained/ and certificate may be released; the
+other files may not.
 
 spec.json               the specification of the run
 ledger.jsonl            the privacy events, unless the run shares a ledger
 checkpoint.safetensors  the state to resume from; removed when the run is complete
 diagnostics.json        only with diagnostics
-metrics.jsonl, model.safetensors, model-ema.safetensors, certificate.json, certificate.html, result.json
-                        when the run ends or is interrupted
+metrics.jsonl, model.safetensors, model-ema.safetensors, model.json, pretrained/, certificate.json, certificate.html,
+result.json             when the run ends or is interrupted
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pmlf.experiments.spec import RunSpec
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from pmlf.run.evaluation import Score
+    from pmlf.experiments.scoring import AnyScore
 
 SENSITIVE_NOTE = "sensitive: computed from private data before noise, not covered by epsilon"
 
@@ -26,14 +26,19 @@ class Evaluation:
     step: int
     epoch: float
     epsilon: float
-    scores: Mapping[str, Score]  # by split, the main split first
-    ema_scores: Mapping[str, Score] | None = None  # of the averaged parameters, if there is an average
+    scores: Mapping[str, AnyScore]  # by split, the main split first
+    ema_scores: Mapping[str, AnyScore] | None = None  # of the averaged parameters, if there is an average
     training_loss: float | None = None
 
     @property
     def split(self) -> str:
         """The main split."""
         return next(iter(self.scores))
+
+    @property
+    def metric(self) -> str:
+        """What `test_accuracy` is: the accuracy, that of several labels, or R2 of predicted numbers."""
+        return self.scores[self.split].metric
 
     @property
     def test_accuracy(self) -> float:
@@ -48,9 +53,7 @@ class Evaluation:
         found: dict[str, float] = {}
         for suffix, scores in (("", self.scores), ("-ema", self.ema_scores or {})):
             for split, score in scores.items():
-                low, high = score.interval
-                named = {"accuracy": score.accuracy, "accuracy_low": low, "accuracy_high": high, "f1": score.f1}
-                found |= {f"{split}{suffix}/{name}": value for name, value in named.items() if value is not None}
+                found |= {f"{split}{suffix}/{name}": value for name, value in score.numbers().items()}
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -72,10 +75,10 @@ class Evaluation:
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Evaluation:
         """The evaluation that `to_json` wrote."""
-        from pmlf.run.evaluation import Score
+        from pmlf.run.evaluation import score_from_json
 
-        def scores(name: str) -> dict[str, Score]:
-            return {split: Score.from_json(each) for split, each in document[name].items()}
+        def scores(name: str) -> dict[str, AnyScore]:
+            return {split: score_from_json(each) for split, each in document[name].items()}
 
         return Evaluation(
             step=document["step"],
@@ -125,6 +128,11 @@ class RunResult:
     @property
     def ema_accuracy(self) -> float | None:
         return self.evaluations[-1].ema_accuracy if self.evaluations else None
+
+    @property
+    def metric(self) -> str:
+        """What the accuracies are."""
+        return self.evaluations[-1].metric if self.evaluations else "accuracy"
 
     @property
     def split(self) -> str:

@@ -10,13 +10,14 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import tyro
 
 from pmlf.basics.arguments import steps_of_epochs
+from pmlf.experiments.options import OwnData, PretrainedOptions, shown_default
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds: too slow for --help
     from pmlf.methods import Method
@@ -26,13 +27,7 @@ DEFAULT_EPOCHS = 4.0
 DEFAULT_BATCH_SIZE = 500
 USUAL_DELTA = 1e-5
 OPTIMIZERS = ("sgd", "adam")
-IMAGE_MODEL = "cnn5"
-TEXT_MODEL = "FacebookAI/roberta-base"
-
-
-def shown_default(text: str, metavar: str | None = None) -> Any:
-    """The help text for a default that depends on other options."""
-    return tyro.conf.arg(help_behavior_hint=f"(default: {text})", metavar=metavar)
+DEFAULT_MODELS = {"image": "cnn5", "text": "FacebookAI/roberta-base", "table": "mlp"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,30 +56,6 @@ class MethodOptions:
 
     kappa: Annotated[float | None, shown_default("0.7")] = None
     """disk: weight of the new gradient, in (0, 1)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextOptions:
-    """Text models and your own text tables."""
-
-    lora_rank: Annotated[int | None, shown_default("none, train all weights")] = None
-    """LoRA: train updates of this rank for every linear layer, and the new head."""
-
-    max_length: Annotated[int | None, shown_default("none, refuse texts that are too long for the model")] = None
-    """Truncate texts to this number of tokens."""
-
-    text_column: Annotated[str | None, shown_default("none")] = None
-    """Your own table: name of the text column."""
-
-    text_pair_column: Annotated[str | None, shown_default("none")] = None
-    """Your own table: name of the column with the second text, if a record is a pair of texts."""
-
-    label_column: Annotated[str | None, shown_default("label")] = None
-    """Your own table: name of the label column."""
-
-    labels: Annotated[tuple[str, ...] | None, shown_default("none", "LABEL LABEL [LABEL ...]")] = None
-    """Your own table: all possible labels, in class order.
-    They are not collected from the records, because the labels of the records are private."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,16 +117,17 @@ class Setting(Budget):
 
     dataset: str = "fashion-mnist-small"
     """fashion-mnist-small (comes with the package), mnist, fashion-mnist, cifar10, cifar100; sst2, qnli, qqp, mnli.
-    Your own images: a folder with train/CLASS/*.png and test/CLASS/*.png. Your own texts, with --text-column and
-    --labels: a .csv, .tsv, .jsonl or .parquet file, or a folder with train.csv and test.csv."""
+    Your own images, with --labels: a folder with train/CLASS/*.jpg and test/CLASS/*.jpg. Your own texts (with
+    --text-column) and tables (with --columns or --schema): a .csv, .tsv, .jsonl or .parquet file, or a folder with
+    train.csv and test.csv."""
 
     records: Annotated[int | None, shown_default("all")] = None
     """Use only this number of records: the first ones of the training split and of the test split."""
 
-    model: Annotated[str | None, shown_default("cnn5 for images, FacebookAI/roberta-base for texts")] = None
+    model: Annotated[str | None, shown_default("images cnn5, tables mlp, texts FacebookAI/roberta-base")] = None
     """Images: cnn5, linear, resnet18, vit, vit-tiny or vit-small; or prior-linear, a private linear model on features
-    from synthetic images, which is the most accurate at a small epsilon.
-    Texts: the name of a model on the Hugging Face hub, or a folder with a model in safetensors format."""
+    from synthetic images, which is the most accurate at a small epsilon. Tables: mlp or linear. Texts, and images too:
+    the name of a model on the Hugging Face hub, or a folder with a model in safetensors format."""
 
     augment: bool = False
     """Shift each image by a few pixels and mirror half of the images (not digits), at random at every step."""
@@ -203,19 +175,23 @@ class Setting(Budget):
 
     options: Annotated[MethodOptions, tyro.conf.arg(name="method")] = MethodOptions()
 
-    text: TextOptions = TextOptions()
+    own: OwnData = field(default_factory=OwnData)
+
+    pretrained: PretrainedOptions = field(default_factory=PretrainedOptions)
 
     @property
-    def is_text(self) -> bool:
-        """Whether the dataset holds texts."""
+    def kind(self) -> str:
+        """The kind of records: image, text or table. Your own are texts or tables if their columns are given."""
         from pmlf.data.catalogue import TEXT_DATASETS
 
-        return self.dataset in TEXT_DATASETS or self.text.text_column is not None
+        if self.dataset in TEXT_DATASETS or self.own.text_column is not None:
+            return "text"
+        return "image" if self.own.columns is None and self.own.schema is None else "table"
 
     @property
     def model_name(self) -> str:
         """The given model, or the default for this kind of data."""
-        return self.model or (TEXT_MODEL if self.is_text else IMAGE_MODEL)
+        return self.model or DEFAULT_MODELS[self.kind]
 
     @property
     def title(self) -> str:
@@ -254,7 +230,7 @@ class RunSpec(Setting):
     def to_json(self) -> str:
         """JSON text with all fields that are not None."""
         values = {name: value for name, value in asdict(self).items() if value is not None}
-        for group in _GROUPS:
+        for group in GROUPS:
             values[group] = {name: value for name, value in values[group].items() if value is not None}
         return json.dumps(values, indent=2) + "\n"
 
@@ -270,7 +246,7 @@ class RunSpec(Setting):
         True
         """
         values: dict[str, Any] = json.loads(text)
-        for group, kind in _GROUPS.items():
+        for group, kind in GROUPS.items():
             given = {name: tuple(v) if isinstance(v, list) else v for name, v in values.get(group, {}).items()}
             _refuse_unknown(kind, given)
             values[group] = kind(**given)
@@ -290,7 +266,7 @@ class RunSpec(Setting):
         return defaults | {by_option[name]: value for name, value in given.items()}
 
 
-_GROUPS: dict[str, type] = {"options": MethodOptions, "text": TextOptions}
+GROUPS: dict[str, type] = {"options": MethodOptions, "own": OwnData, "pretrained": PretrainedOptions}
 
 
 def comparison(setting: Setting, methods: Sequence[str]) -> list[RunSpec]:

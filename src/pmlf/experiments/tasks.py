@@ -1,9 +1,9 @@
-"""A task: the dataset and the model that a spec names, with one interface for images and texts."""
+"""A task: the dataset and the model that a spec names, with one interface for images, texts and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import Dataset, Subset, default_collate
 
 from pmlf import data, models
 from pmlf.basics.arguments import require_count
+from pmlf.data.images import described
+from pmlf.data.sources import own_source
 from pmlf.data.texts import Padding
 from pmlf.engine.augmentation import Augmentation, shifted_crops
-from pmlf.experiments.spec import RunSpec, TextOptions
+from pmlf.experiments.form import PRETRAINED_FOLDER, ModelForm
+from pmlf.experiments.options import OwnData
+from pmlf.experiments.scoring import AnyScore, scored
+from pmlf.experiments.spec import RunSpec
 from pmlf.mechanism.noise import Stream
+from pmlf.models.pretrained import Tuning
 from pmlf.models.text import load_classifier
-from pmlf.run.evaluation import Score, confusion_matrix, score
+from pmlf.models.vision import ImageModel, load_image_classifier
 
 SHIFTED_PART = 8  # augmentation shifts images by up to 1/8 of their side
 HOLDOUT = "holdout"
@@ -30,17 +35,16 @@ _PUBLIC_KEY = bytes(32)  # of the permutation that splits a training set: public
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, its training records, its evaluation records, and how to read a batch of them."""
+    """A model, its form, its training records and its evaluation records."""
 
     model: nn.Module
+    form: ModelForm
     train: Dataset[Any]
     judged_on: Mapping[str, Dataset[Any]]  # by split, the main split first
-    logits: Callable[[nn.Module, Any], Tensor]  # (model, batch) -> (N, classes)
-    labels: Callable[[Any], Tensor]  # batch -> (N,)
     collate_fn: Callable[[list[Any]], Any] | None = None
     augmentation: Augmentation | None = None
     lengths: NDArray[np.int64] | None = None  # of the training records, if they differ
-    metrics: tuple[str, ...] = ("accuracy",)
+    save_pretrained: Callable[[Path, tuple[str, ...] | None], None] | None = None  # configuration and tokenizer
 
     @property
     def records(self) -> int:
@@ -48,8 +52,8 @@ class Task:
         return _length(self.train)
 
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
-        """The cross-entropy of each sample."""
-        return F.cross_entropy(self.logits(model, batch), self.labels(batch), reduction="none")
+        """The loss of each sample."""
+        return self.form.target.losses(self.form.outputs(model, batch), self.form.truth(batch))
 
     def unprotected(self, count: int) -> Any:
         """A batch of the first evaluation records, which epsilon does not protect."""
@@ -57,15 +61,16 @@ class Task:
         require_count("examples", count, "it is a number of evaluation records", least=2, most=_length(records))
         return (self.collate_fn or default_collate)([records[index] for index in range(count)])
 
-    def scores(self, model: nn.Module) -> dict[str, Score]:
+    def scores(self, model: nn.Module) -> dict[str, AnyScore]:
         """Evaluate a model on each evaluation split."""
-        return {
-            split: score(
-                confusion_matrix(model, records, logits=self.logits, labels=self.labels, collate_fn=self.collate_fn),
-                with_f1="f1" in self.metrics,
-            )
-            for split, records in self.judged_on.items()
-        }
+        return {split: scored(self.form, model, records, self.collate_fn) for split, records in self.judged_on.items()}
+
+    def write_form(self, folder: Path) -> None:
+        """Write what it takes to use the model elsewhere: its form, and the configuration of a pretrained model."""
+        if self.save_pretrained is not None:
+            names = self.form.target.names if isinstance(self.form.target, data.Classes) else None
+            self.save_pretrained(folder / PRETRAINED_FOLDER, names)
+        self.form.write(folder)
 
 
 def prepare(spec: RunSpec, data_dir: Path | None = None) -> Task:
@@ -78,28 +83,92 @@ def prepare(spec: RunSpec, data_dir: Path | None = None) -> Task:
     Raises:
         ValueError: If the dataset or the model is unknown or cannot be read, or an option does not fit it.
     """
-    return _text_task(spec, data_dir) if spec.is_text else _image_task(spec, data_dir)
+    kind = _KINDS[spec.kind]
+    _refuse_others(kind, spec)
+    return kind.prepare(spec, data_dir)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """A kind of records: what it is called, which of the options for only some kinds it takes, how it is prepared."""
+
+    name: str
+    takes: frozenset[str]
+    prepare: Callable[[RunSpec, Path | None], Task]
+
+
+def _refuse_others(kind: _Kind, spec: RunSpec) -> None:
+    """Raise ValueError for an option that is only for other kinds of records."""
+    given = {**vars(spec.own), **vars(spec.pretrained)}
+    given |= {"augment": spec.augment, "augment_per_point": spec.augment_per_point}
+    for name, value in given.items():
+        others = [other.name for other in _KINDS.values() if name in other.takes]
+        if value and others and name not in kind.takes:
+            raise ValueError(f"`{name}` is only for {' and '.join(others)}: leave it out")
+
+
+def _target(own: OwnData) -> data.Target | None:
+    """What your own labels are, as declared; None if nothing is."""
+    task = own.task or "classification"
+    if task == "regression":
+        if own.target_range is None:
+            raise ValueError("task='regression' needs target_range: give the lowest and the highest possible value")
+        _refuse_given("classification", {"labels": own.labels})
+        return data.ValueRange(low=own.target_range[0], high=own.target_range[1])
+    _refuse_given("task='regression'", {"target_range": own.target_range})
+    if own.labels is None and task == "classification":
+        return None
+    if own.labels is None:
+        raise ValueError("task='multilabel' needs `labels`: give all possible labels")
+    return data.Classes(names=own.labels) if task == "classification" else data.LabelSet(names=own.labels)
+
+
+def _tuning(spec: RunSpec) -> Tuning:
+    return Tuning(lora_rank=spec.pretrained.lora_rank, head_only=spec.pretrained.head_only)
+
+
+# --- images
 
 
 def _image_task(spec: RunSpec, data_dir: Path | None) -> Task:
-    _refuse_given("text datasets", vars(spec.text))
-    loaded = _load_images(spec.dataset, data_dir)
+    given, size = _target(spec.own), spec.own.image_size
+    form, target, _ = described(spec.dataset, None, given)
+    if size is not None:
+        form = replace(form, size=size)
+    pretrained = None
+    if spec.model_name in models.NAMES or not ("/" in spec.model_name or Path(spec.model_name).is_dir()):
+        _refuse_given(
+            "pretrained models", {"lora_rank": spec.pretrained.lora_rank, "head_only": spec.pretrained.head_only}
+        )
+        model = models.build(
+            spec.model_name, in_channels=form.channels, image_size=form.size, classes=target.width, seed=spec.seed
+        )
+    else:
+        pretrained = load_image_classifier(spec.model_name, classes=target.width, seed=spec.seed, tuning=_tuning(spec))
+        model, form = pretrained.model, _pretrained_form(pretrained, size, spec.model_name)
+    loaded = _load_images(spec.dataset, data_dir, form, target, spec.own.label_column)
     train, judged_on = _split(spec, loaded.train, {"test": loaded.test})
     return Task(
-        model=models.build(
-            spec.model_name,
-            in_channels=loaded.in_channels,
-            image_size=loaded.image_size,
-            classes=loaded.classes,
-            seed=spec.seed,
+        model=model,
+        form=ModelForm(
+            model=Path(spec.model_name).name,
+            inputs=form,
+            target=target,
+            tuning=_tuning(spec),
+            pretrained=pretrained is not None,
         ),
         train=train,
         judged_on=judged_on,
-        logits=lambda model, batch: model(batch[0]),
-        labels=lambda batch: batch[1],
         collate_fn=data.collate,
         augmentation=_augmentation(spec, loaded),
+        save_pretrained=None if pretrained is None else pretrained.model.save,
     )
+
+
+def _pretrained_form(model: ImageModel, size: int | None, name: str) -> data.ImageForm:
+    if size is not None and model.fixed_size and size != model.size:
+        raise ValueError(f"image_size={size} does not fit {name!r}, which takes {model.size}: leave `image_size` out")
+    return data.ImageForm(channels=model.channels, size=size or model.size, mean=model.mean, std=model.std)
 
 
 def _augmentation(spec: RunSpec, loaded: data.ImageData) -> Augmentation | None:
@@ -109,51 +178,113 @@ def _augmentation(spec: RunSpec, loaded: data.ImageData) -> Augmentation | None:
     return shifted_crops(padding, flip=loaded.mirrors, per_point=spec.augment_per_point)
 
 
+# --- texts
+
+
 def _text_task(spec: RunSpec, data_dir: Path | None) -> Task:
-    _refuse_given("image datasets", {"augment": spec.augment, "augment_per_point": spec.augment_per_point})
-    loaded = data.load_text(spec.dataset, data_dir, _columns(spec.text))
-    text_model = load_classifier(spec.model_name, classes=loaded.classes, seed=spec.seed, lora_rank=spec.text.lora_rank)
-    longest = text_model.longest
-    if spec.text.max_length is not None:
-        require_count("max_length", spec.text.max_length, "it is the number of tokens to keep")
-        longest = min(longest, spec.text.max_length)
+    if spec.model_name in (*models.NAMES, *models.TABLE_NAMES):
+        raise ValueError(
+            f"model={spec.model_name!r} is not for texts: give the name of a model on the Hugging Face hub, or a folder"
+        )
+    loaded = data.load_text(spec.dataset, data_dir, _text_columns(spec))
+    text_model = load_classifier(
+        spec.model_name,
+        classes=loaded.classes,
+        seed=spec.seed,
+        lora_rank=spec.pretrained.lora_rank,
+        head_only=spec.pretrained.head_only,
+    )
+    longest, cut = text_model.longest, spec.pretrained.max_length is not None
+    if spec.pretrained.max_length is not None:
+        require_count("max_length", spec.pretrained.max_length, "it is the number of tokens to keep")
+        longest = min(longest, spec.pretrained.max_length)
 
     def tokenised(split: str) -> data.TokenDataset:
-        cut = spec.text.max_length is not None
         return loaded.tokenised(split, text_model.tokenizer, longest=longest, cut=cut)
 
     train, judged_on = _split(spec, tokenised("train"), {split: tokenised(split) for split in loaded.judged_on})
-    if not judged_on:
-        raise ValueError(f"{spec.dataset!r} has no test split: add one, or evaluate on a part of it with holdout=0.1")
+    _refuse_unjudged(spec, judged_on)
+    columns = loaded.columns
     return Task(
         model=text_model.model,
+        form=ModelForm(
+            model=Path(spec.model_name).name,
+            inputs=data.TextForm(text=columns.text, pair=columns.pair, longest=longest, cut=cut),
+            target=columns.target,
+            tuning=_tuning(spec),
+            pretrained=True,
+            metrics=loaded.metrics,
+        ),
         train=train,
-        judged_on={split: _by_length(records) for split, records in judged_on.items()},
-        logits=_text_logits,
-        labels=lambda batch: batch["labels"],
+        judged_on={split: by_length(records) for split, records in judged_on.items()},
         collate_fn=Padding(text_model.pad_id),
         lengths=_lengths(train),
-        metrics=loaded.metrics,
+        save_pretrained=text_model.save,
     )
 
 
-def _text_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    logits: Tensor = model(**inputs).logits
-    return logits
-
-
-def _columns(text: TextOptions) -> data.Columns | None:
-    """The columns of your own table; None if no text column is given."""
-    if text.text_column is None:
-        own = {"text_pair_column": text.text_pair_column, "label_column": text.label_column, "labels": text.labels}
-        _refuse_given("your own tables, with `text_column`", own)
+def _text_columns(spec: RunSpec) -> data.Columns | None:
+    """The columns of your own table of texts; None for a dataset of the catalogue."""
+    own = spec.own
+    if own.text_column is None:
+        given = {name: getattr(own, name) for name in ("text_pair_column", "label_column", "labels", "task")}
+        _refuse_given("your own tables, with `text_column`", given)
         return None
-    if text.labels is None:
+    target = _target(own)
+    if target is None:
         raise ValueError("text_column needs `labels`: give all possible labels, in class order")
     return data.Columns(
-        text=text.text_column, pair=text.text_pair_column, label=text.label_column or "label", labels=text.labels
+        text=own.text_column, pair=own.text_pair_column, label=own.label_column or "label", target=target
     )
+
+
+# --- tables
+
+
+def _table_task(spec: RunSpec, data_dir: Path | None) -> Task:
+    schema, target, label = _schema(spec.own), _target(spec.own), spec.own.label_column or "label"
+    if target is None:
+        raise ValueError("a table needs `labels`, or task='regression' with target_range: give all possible labels")
+    if label in schema.names:
+        raise ValueError(f"label_column={label!r} is also one of the declared `columns`: declare it once, as the label")
+    model = models.build_for_table(spec.model_name, features=len(schema.features), outputs=target.width, seed=spec.seed)
+
+    def loaded(split: str) -> data.TableDataset:
+        return data.load_table(spec.dataset, split, schema=schema, target=target, label_column=label)
+
+    there = own_source(Path(spec.dataset)).files
+    judged = next((split for split in ("test", "validation") if split in there), None)
+    train, judged_on = _split(spec, loaded("train"), {} if judged is None else {judged: loaded(judged)})
+    _refuse_unjudged(spec, judged_on)
+    form = ModelForm(model=spec.model_name, inputs=schema, target=target)
+    return Task(model=model, form=form, train=train, judged_on=judged_on)
+
+
+def _schema(own: OwnData) -> data.Schema:
+    if own.columns is not None and own.schema is not None:
+        raise ValueError("`columns` and `schema` both declare the columns: give one of them")
+    return data.Schema.read(Path(own.schema)) if own.schema is not None else data.Schema.parsed(own.columns or ())
+
+
+_PRETRAINED = frozenset({"lora_rank", "head_only"})
+_KINDS = {
+    "image": _Kind(
+        name="images",
+        takes=frozenset({"image_size", "augment", "augment_per_point"}) | _PRETRAINED,
+        prepare=_image_task,
+    ),
+    "text": _Kind(
+        name="texts",
+        takes=frozenset({"text_column", "text_pair_column", "max_length"}) | _PRETRAINED,
+        prepare=_text_task,
+    ),
+    "table": _Kind(name="tables", takes=frozenset({"columns", "schema"}), prepare=_table_task),
+}
+
+
+def _refuse_unjudged(spec: RunSpec, judged_on: Mapping[str, Dataset[Any]]) -> None:
+    if not judged_on:
+        raise ValueError(f"{spec.dataset!r} has no test split: add one, or evaluate on a part of it with holdout=0.1")
 
 
 def _refuse_given(kind: str, options: Mapping[str, Any]) -> None:
@@ -163,9 +294,11 @@ def _refuse_given(kind: str, options: Mapping[str, Any]) -> None:
 
 
 @lru_cache(maxsize=1)
-def _load_images(dataset: str, data_dir: Path | None) -> data.ImageData:
+def _load_images(
+    dataset: str, data_dir: Path | None, form: data.ImageForm, target: data.Target, label_column: str | None
+) -> data.ImageData:
     """Load a dataset, cached for the next method of a comparison."""
-    return data.load(dataset, data_dir)
+    return data.load(dataset, data_dir, form=form, target=target, label_column=label_column)
 
 
 def _first(records: int | None, split: Dataset[Any]) -> Dataset[Any]:
@@ -195,7 +328,7 @@ def _lengths(records: Dataset[Any]) -> NDArray[np.int64]:
     return records.lengths
 
 
-def _by_length(records: Dataset[Any]) -> Dataset[Any]:
+def by_length(records: Dataset[Any]) -> Dataset[Any]:
     """The same records sorted by length, so that batches need little padding."""
     return Subset(records, np.argsort(_lengths(records), kind="stable").tolist())
 

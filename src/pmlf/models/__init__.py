@@ -12,12 +12,20 @@ from pmlf.models.resnet import ResNet, resnet18
 from pmlf.models.seeding import seeded
 from pmlf.models.vit import ViT
 
-__all__ = ["CNN5", "NAMES", "ResNet", "ViT", "build", "linear", "resnet18"]
+__all__ = ["CNN5", "NAMES", "TABLE_NAMES", "ResNet", "ViT", "build", "build_for_table", "linear", "mlp", "resnet18"]
+_HIDDEN = 128
 
 
 def linear(in_features: int, classes: int = 10) -> nn.Sequential:
     """Multinomial logistic regression: one Linear layer on the flattened input."""
     return nn.Sequential(nn.Flatten(), nn.Linear(in_features, classes))
+
+
+def mlp(in_features: int, outputs: int = 2) -> nn.Sequential:
+    """Two hidden layers of 128 units with tanh, whose bounded outputs suit clipped gradients."""
+    return nn.Sequential(
+        nn.Linear(in_features, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, outputs)
+    )
 
 
 # name -> (in_channels, image_size, classes) -> model
@@ -32,6 +40,8 @@ _BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
     ),
 }
 NAMES = tuple(_BUILDERS)
+_TABLE_BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {"mlp": mlp, "linear": linear}
+TABLE_NAMES = tuple(_TABLE_BUILDERS)
 
 
 def build(name: str, *, in_channels: int, image_size: int, classes: int, seed: int | None = None) -> nn.Module:
@@ -50,9 +60,24 @@ def build(name: str, *, in_channels: int, image_size: int, classes: int, seed: i
     >>> build("linear", in_channels=1, image_size=28, classes=10, seed=0)[1]
     Linear(in_features=784, out_features=10, bias=True)
     """
-    if name not in _BUILDERS:
-        close = get_close_matches(name.lower(), NAMES, n=1)
-        question = f". Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown model {name!r}: give one of {', '.join(NAMES)}{question}")
+    _check_name(name, NAMES)
     with seeded(seed):
         return _BUILDERS[name](in_channels, image_size, classes)
+
+
+def build_for_table(name: str, *, features: int, outputs: int, seed: int | None = None) -> nn.Module:
+    """Build a new model for the encoded rows of a table: one of `TABLE_NAMES`, as `build` does for images.
+
+    >>> build_for_table("linear", features=5, outputs=2, seed=0)[1]
+    Linear(in_features=5, out_features=2, bias=True)
+    """
+    _check_name(name, TABLE_NAMES)
+    with seeded(seed):
+        return _TABLE_BUILDERS[name](features, outputs)
+
+
+def _check_name(name: str, names: tuple[str, ...]) -> None:
+    if name not in names:
+        close = get_close_matches(name.lower(), names, n=1)
+        question = f". Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown model {name!r}: give one of {', '.join(names)}{question}")

@@ -10,7 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pmlf.experiments.spec import RunSpec, TextOptions
+from pmlf.experiments.options import OwnData
+from pmlf.experiments.spec import RunSpec
 
 TEXTS = "made-up-texts"
 TEXT_MODEL = "small-roberta"
@@ -28,8 +29,8 @@ def with_stand_ins(spec: RunSpec, folder: Path) -> RunSpec:
     for path, write in ((texts, _write_texts), (model, _write_model)):
         if not path.is_dir():
             _write_atomically(path, write)
-    columns = TextOptions(text_column="text", labels=_LABELS)
-    return replace(spec, dataset=str(texts), model=str(model), text=columns)
+    columns = OwnData(text_column="text", labels=_LABELS)
+    return replace(spec, dataset=str(texts), model=str(model), own=columns)
 
 
 def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:

@@ -1,11 +1,14 @@
-"""Test scores of a model: accuracy with its 95 % interval, accuracy by class, F1. The noise does not protect them."""
+"""Test scores of a model: accuracy with its 95 % interval, accuracy by class, F1; errors of predicted numbers.
+
+The noise does not protect them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from scipy.stats import binomtest
@@ -25,7 +28,8 @@ class Score:
         accuracy: the fraction of records that the model classifies correctly.
         interval: Wilson's 95 % interval of the accuracy.
         per_class: the accuracy by true class; None for a class without records.
-        f1: the F1 score of class 1, if asked for.
+        f1: the F1 score of class 1, if asked for; of several labels, the mean of their F1 scores.
+        metric: what the accuracy counts: records, or the labels of records.
     """
 
     records: int
@@ -33,6 +37,7 @@ class Score:
     interval: tuple[float, float]
     per_class: tuple[float | None, ...]
     f1: float | None = None
+    metric: str = "accuracy"
 
     def to_json(self) -> dict[str, Any]:
         """The score as a document for JSON."""
@@ -43,6 +48,69 @@ class Score:
         """The score of a document that `to_json` made."""
         low, high = document["interval"]
         return Score(**{**document, "interval": (low, high), "per_class": tuple(document["per_class"])})
+
+    def numbers(self) -> dict[str, float]:
+        """The accuracy, the ends of its interval, and F1 if there is one, by name."""
+        low, high = self.interval
+        found = {"accuracy": self.accuracy, "accuracy_low": low, "accuracy_high": high}
+        return found if self.f1 is None else {**found, "f1": self.f1}
+
+    def in_words(self) -> str:
+        """The accuracy with its interval, and F1 if there is one."""
+        low, high = self.interval
+        words = f"{100 * self.accuracy:.1f} % (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
+        return words if self.f1 is None else f"{words}, F1 {100 * self.f1:.1f} %"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueScore:
+    """Scores of predicted numbers, in the units of the target.
+
+    Attributes:
+        records: the number of records.
+        r2: 1 - squared errors / squared deviations from the mean: the part of the variance that is explained.
+        mean_absolute_error: the mean of |prediction - value|.
+        interval: its 95 % interval, by the normal approximation.
+        root_mean_squared_error: the root of the mean squared error.
+    """
+
+    metric: ClassVar[str] = "R2"
+    records: int
+    r2: float
+    mean_absolute_error: float
+    interval: tuple[float, float]
+    root_mean_squared_error: float
+
+    @property
+    def accuracy(self) -> float:
+        """R2, the counterpart of the accuracy: 1 is perfect, 0 is as good as the mean."""
+        return self.r2
+
+    def to_json(self) -> dict[str, Any]:
+        """The score as a document for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> ValueScore:
+        """The score of a document that `to_json` made."""
+        low, high = document["interval"]
+        return ValueScore(**{**document, "interval": (low, high)})
+
+    def numbers(self) -> dict[str, float]:
+        """R2 and the errors by name."""
+        names = ("r2", "mean_absolute_error", "root_mean_squared_error")
+        return {name: getattr(self, name) for name in names}
+
+    def in_words(self) -> str:
+        """R2, and the mean absolute error with its interval."""
+        low, high = self.interval
+        error = f"mean absolute error {self.mean_absolute_error:.4g} (95 % interval {low:.4g} to {high:.4g})"
+        return f"{self.r2:.3f}, {error}"
+
+
+def score_from_json(document: Mapping[str, Any]) -> Score | ValueScore:
+    """The score of a document that the `to_json` of either kind made."""
+    return ValueScore.from_json(document) if "r2" in document else Score.from_json(document)
 
 
 def score(confusion: Tensor, *, with_f1: bool = False) -> Score:
@@ -70,6 +138,58 @@ def score(confusion: Tensor, *, with_f1: bool = False) -> Score:
         per_class=tuple(right / count if count else None for right, count in zip(found, there, strict=True)),
         f1=_f1(confusion) if with_f1 else None,
     )
+
+
+def score_of_labels(predicted: Tensor, truth: Tensor) -> Score:
+    """The score of several labels per record.
+
+    Args:
+        predicted: whether each label is predicted, of shape (N, labels).
+        truth: whether a record has it, of the same shape.
+
+    Returns:
+        The part of all labels that is right with its interval over records, the same by label, and the mean F1.
+
+    >>> truth = torch.tensor([[True, False], [False, False]])
+    >>> score_of_labels(torch.tensor([[True, True], [False, False]]), truth).accuracy
+    0.75
+    """
+    right = (predicted == truth).double()
+    both, either = (predicted & truth).sum(0), predicted.sum(0) + truth.sum(0)
+    mean, (low, high) = _mean_with_interval(right.mean(1))
+    return Score(
+        records=len(truth),
+        accuracy=mean,
+        interval=(max(low, 0.0), min(high, 1.0)),
+        per_class=tuple(right.mean(0).tolist()),
+        f1=float((2 * both / either.clamp(min=1)).mean()),
+        metric="label accuracy",
+    )
+
+
+def score_of_values(predicted: Tensor, truth: Tensor) -> ValueScore:
+    """The score of predicted numbers, both of shape (N,).
+
+    >>> score_of_values(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 3.0])).r2
+    0.5
+    """
+    errors, values = (predicted.double() - truth.double()), truth.double()
+    squared, variance = float((errors**2).mean()), float(((values - values.mean()) ** 2).mean())
+    mean, interval = _mean_with_interval(errors.abs())
+    return ValueScore(
+        records=len(values),
+        r2=1 - squared / variance if variance > 0 else 0.0,
+        mean_absolute_error=mean,
+        interval=interval,
+        root_mean_squared_error=math.sqrt(squared),
+    )
+
+
+def _mean_with_interval(values: Tensor) -> tuple[float, tuple[float, float]]:
+    """The mean of independent values and its 95 % interval, by the normal approximation."""
+    mean = float(values.mean())
+    half = 1.96 * float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return mean, (mean - half, mean + half)
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
