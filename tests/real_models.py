@@ -17,9 +17,10 @@ import real_classics as classic
 from real_transformers import TRANSFORMERS
 
 Loss = Callable[[Any, Any], Tensor]
-# rules: every parameter by the rule of its layer or operation; vmap: some by vmap over a part of the model; refused:
-# gradients="ghost" says why not, and "one-by-one" is the way out; crashes: refused too, by an error that is not ours
-Path = Literal["rules", "vmap", "refused", "crashes"]
+# rules: every parameter by the rules of the layers or operations that use it; autograd: some by an operation without a
+# rule, which is run backwards for every sample; refused: gradients="ghost" says why not, and "one-by-one" is the way
+# out; crashes: refused too, by an error that is not ours
+Path = Literal["rules", "autograd", "refused", "crashes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,22 +106,7 @@ CLASSICS: dict[str, Callable[[], tuple[nn.Module, Loss, Any]]] = {
     "relative positions": _text(classic.RelativePositions),
     "mixture of experts": _text(classic.MixtureOfExperts),
 }
-_PATHS: dict[Path, tuple[str, ...]] = {
-    "vmap": (
-        "ConvBERT classes", "SqueezeBERT classes", "OPT", "Llama", "Llama classes", "Mistral", "Qwen2", "Qwen3",
-        "Phi-3", "Falcon", "OLMo 2", "Cohere", "Whisper", "BEiT", "DINOv2", "ConvNeXt", "ConvNeXt v2", "CLIP images",
-        "U-Net", "weight standardisation", "graph convolution", "EmbeddingBag",
-    ),
-    "refused": (
-        "BERT masked words", "RoBERTa masked words", "ALBERT masked words", "MPNet classes", "Funnel classes",
-        "XLNet classes", "XLM classes", "Mixtral", "Gemma", "Gemma 2", "Gemma 3", "Mamba", "RWKV", "T5", "mT5", "BART",
-        "mBART", "M2M-100", "PoolFormer", "CLIP", "wav2vec 2.0", "HuBERT", "nanoGPT", "vit-pytorch style ViT", "LSTM",
-        "GRU", "plain RNN", "LSTM, two layers, both ways", "LSTM, time first", "LSTM cell by cell", "ConvNeXt block",
-        "Llama by hand", "weight norm", "set transformer", "tabular transformer", "TCN, weight norm",
-        "Llama with DoRA", "siamese, logit scale", "soft prompt", "relative positions", "mixture of experts",
-    ),
-    "crashes": ("DeBERTa classes", "DeBERTa-v2 classes", "Longformer classes", "Swin", "Swin v2"),
-}  # fmt: skip
+_PATHS: dict[Path, tuple[str, ...]] = {"autograd": (), "refused": (), "crashes": ()}
 _PATH_OF: dict[str, Path] = {name: path for path, names in _PATHS.items() for name in names}
 REAL: dict[str, RealModel] = {
     name: RealModel(build=build, path=_PATH_OF.get(name, "rules"))

@@ -23,6 +23,7 @@ from pmlf import PrivateStep, methods
 from pmlf.checks.first_look import FirstLook
 from pmlf.engine.augmentation import Augmentation
 from pmlf.mechanism.noise import SeededRandomness
+from reference import single_gradient
 
 C = 1.0
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
@@ -233,8 +234,17 @@ class Bypassed(nn.Module):
 
 
 def test_a_small_factor_hides_no_weight_used_outside_its_layer() -> None:
-    with pytest.raises(ValueError, match="does not come through its own layer"):
-        stepped(Bypassed()).accumulate((rows(4, 3),))
+    """It is counted where it is used, however small its part is."""
+    model, batch = Bypassed(), (rows(4, 3),)
+    step = stepped(model)
+    step.accumulate(batch)
+    found = step.sensitive_sum()
+    assert found is not None
+    parts = [torch.cat([g.flatten() for g in single_gradient(model, squares, (row[None],))]) for row in batch[0]]
+    expected = torch.stack([part * min(1.0, step.settings.clip_norm / float(part.norm())) for part in parts]).sum(0)
+    ours = torch.cat([found.values[name].flatten() for name, _ in model.named_parameters()])
+    inner = slice(0, model.layer_scale.numel() + model.inner.weight.numel())
+    torch.testing.assert_close(ours[inner].double(), expected[inner].double(), rtol=1e-4, atol=1e-12)
 
 
 class BareToken(nn.Module):

@@ -382,10 +382,10 @@ class Prompted(nn.Module):
         return self.layer(self.use(x, self.prompt))
 
 
-def test_a_bare_parameter_is_proven_only_where_every_sample_uses_its_own_copy() -> None:
-    assert finding(Prompted(lambda x, p: x + p), classified, small_batch()).proven
-    assert not finding(Prompted(lambda x, p: x + p[0]), classified, small_batch()).proven
-    assert not finding(Prompted(lambda x, p: x + p.mean(0)), classified, small_batch()).proven
+def test_a_bare_parameter_is_proven_where_no_sample_meets_another() -> None:
+    for use in (lambda x, p: x + p, lambda x, p: x + p[0], lambda x, p: x + p.mean(0)):
+        assert finding(Prompted(use), classified, small_batch()).proven
+    assert not finding(Prompted(lambda x, p: x + p * x.mean(0)), classified, small_batch()).proven
 
 
 def test_the_model_and_the_generators_are_left_as_they_were() -> None:

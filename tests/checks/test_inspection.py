@@ -76,9 +76,10 @@ class NormalisedInTraining(nn.Module):
         return self.layer((x - x.mean(0)) / (x.var(0, correction=0) + 1e-3).sqrt() if self.training else x)
 
 
-def test_layers_without_a_rule_are_said_to_go_by_vmap() -> None:
+def test_the_operation_of_every_use_is_said() -> None:
     model = nn.Sequential(Scaled(), nn.Linear(6, 4))
-    assert [cost.rule for cost in pmlf.check(model, classify, images(6)(3)).layers] == ["vmap", "linear"]
+    rules = {cost.layer: cost.rule for cost in pmlf.check(model, classify, images(6)(3)).layers}
+    assert rules == {"0.scale": "mul", "1.weight": "linear", "1.bias": "linear"}
 
 
 def test_mixing_in_training_mode_alone_is_found() -> None:

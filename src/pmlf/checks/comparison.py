@@ -16,11 +16,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from pmlf.basics.batches import batch_size, same_bits, select
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.arithmetic import squared_norms
-from pmlf.engine.capture import per_sample_loss
 from pmlf.engine.clipper import Clipper
 from pmlf.engine.factors import Factors
 from pmlf.engine.fingerprint import bit_digest
 from pmlf.engine.half_precision import deadly_bfloat16_refused
+from pmlf.engine.losses import per_sample_loss
 from pmlf.engine.momentum import SampleMomentum, contributions, finite_factors
 from pmlf.engine.passes import LossFunction, Pass
 from pmlf.engine.plan import Plan

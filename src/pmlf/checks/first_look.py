@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
-from pmlf.basics.batches import Signature, select, signature
-from pmlf.checks.comparison import Subject, undisturbed
+from pmlf.basics.batches import Signature, batch_size, select, signature
+from pmlf.checks.comparison import Subject, trained, undisturbed
 from pmlf.checks.finding import ASSUMED, STRUCTURAL, Finding
 from pmlf.checks.validation import check_augmentation, check_losses, check_samples, refuse_unsafe_model
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.augmentation import Augmentation
 from pmlf.engine.layers import UnsupportedModel
-from pmlf.engine.passes import Rows
+from pmlf.engine.operations.looking import layers_suffice
+from pmlf.engine.passes import Pass, Rows
 from pmlf.engine.plan import Gradients
 from pmlf.mechanism.noise import SeededRandomness, keyed_uniforms
 
@@ -67,6 +68,17 @@ class FirstLook:
             refuse_unsafe_model(self._subject.model, self._gradients)
             self._modes = modes
             self.again()
+        choose_capture(self._subject, batch)
+        try:
+            return self._looked(batch, size, modes)
+        except UnsupportedModel:
+            if self._subject.plan.learned.by_operations or self._gradients != "ghost":
+                raise
+        self._subject.plan.learned.by_operations = True  # rows of layers are not in the samples' order, for one
+        self._findings, self._largest = {}, {}
+        return self._looked(batch, size, modes)
+
+    def _looked(self, batch: Any, size: int, modes: Modes) -> Rows:
         found = self._alone or self._found(batch, size, modes)
         few = min(size, 2) if self._gradients != "one-by-one" and self._alone is not ASSUMED else 1
         if self._gradients_of < few:
@@ -105,6 +117,18 @@ class FirstLook:
             stream = SeededRandomness(0).stream("check", draw)
             uniforms = keyed_uniforms(stream, torch.arange(size), self._augmentation.draws)
             check_augmentation(self._augmentation.function, batch, uniforms)
+
+
+def choose_capture(subject: Subject, batch: Any) -> None:
+    """Take gradients at operations where a weight is used outside its own layer; looked at once."""
+    learned = subject.plan.learned
+    if learned.looked_at or learned.by_operations or subject.plan.gradients != "ghost":
+        return
+    learned.looked_at = True
+    few = select(batch, slice(0, 2))
+    with undisturbed(subject.model, training=True):
+        one = Pass(Anatomy(subject.model), subject.plan, subject.loss_fn, trained(subject.model), few, batch_size(few))
+        learned.by_operations = not layers_suffice(one)
 
 
 def proof(subject: Subject, batch: Any) -> Finding:

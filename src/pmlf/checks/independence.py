@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from pmlf.basics.batches import batch_size, picked, select, tensors_of
 from pmlf.checks.draws import Unknown, constant_draws
 from pmlf.checks.finding import PROVEN, Finding
+from pmlf.checks.sharded_uses import ShardedUses
 from pmlf.checks.sharding import (
     Observer,
     SamplesMeet,
@@ -40,7 +41,7 @@ from pmlf.checks.sharding import (
     sharded,
 )
 from pmlf.engine.anatomy import Anatomy
-from pmlf.engine.capture import per_sample_loss
+from pmlf.engine.losses import per_sample_loss
 from pmlf.engine.passes import LossFunction
 from pmlf.engine.plan import Plan
 from pmlf.engine.swap import swapped
@@ -50,6 +51,7 @@ _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2  # relative, of a loss alone and in a b
 _LIBRARIES = (str(Path(torch.__file__ or "").parent), str(Path(__file__).parents[1]))
 # Operations that only change a tensor's shape: their rules are cautious, and a sample's rows may still be its own.
 _LAYOUTS = (
+    "copy_",
     "view",
     "reshape",
     "_unsafe_view",
@@ -86,7 +88,7 @@ def prove(model: nn.Module, plan: Plan, loss_fn: LossFunction, batch: Any) -> Fi
             if (size := batch_size(batch)) > second:  # a path may follow from the number of samples
                 _prove(model, plan, loss_fn, batch, size, observers, backward=False, plain=False)
     except Exception as error:  # whatever a rule, a model or a loss raises during a proof
-        return _explained(error, observers[-1].operation if observers else "")
+        return _explained(error, observers[-1] if observers else None)
     return PROVEN
 
 
@@ -113,23 +115,27 @@ def _prove(
     with sharded(samples, rank, device) as (shards, observer):
         observers.append(observer)
         replacements: dict[int, Tensor] = {}
-        for name, parameter in anatomy.parameters.items():
-            if name in plan.expanded:
-                spread = shards.own_row(parameter.detach().expand(samples, *parameter.shape[1:]))
-            else:
-                spread = shards.replicated(parameter)
-            replacements[id(parameter)] = spread.requires_grad_(parameter.requires_grad)
+        for parameter in anatomy.parameters.values():
+            replacements[id(parameter)] = shards.replicated(parameter).requires_grad_(parameter.requires_grad)
         replacements |= {id(buffer): shards.replicated(buffer.clone()) for buffer in anatomy.buffers.values()}
-        leaves = [leaf for leaf in replacements.values() if leaf.requires_grad]
-        with torch.enable_grad(), swapped(anatomy, replacements), _layers_seen(anatomy, plan, shards):
-            loss = per_sample_loss(loss_fn(model, on_rows(rows, shards)), samples)
+        leaves = {name: replacements[id(p)] for name, p in anatomy.parameters.items() if p.requires_grad}
+        spread, uses = on_rows(rows, shards), None
+        if plan.learned.by_operations:
+            uses = ShardedUses(leaves, spread, shards, plan.learned)
+        seen = _layers_seen(anatomy, plan, shards) if uses is None else uses
+        with torch.enable_grad(), swapped(anatomy, replacements), seen:
+            loss = per_sample_loss(loss_fn(model, spread), samples)
             observer.operation = "the loss"
             if not is_by_sample(loss, samples):
                 raise SamplesMeet("is not one number of each sample")
             _refuse_own_functions(loss)
             here = local(loss).detach()[0]
-            if backward:
-                torch.autograd.grad(loss, leaves, torch.ones_like(loss), allow_unused=True)
+            if backward and uses is None:
+                torch.autograd.grad(loss, list(leaves.values()), torch.ones_like(loss), allow_unused=True)
+            elif backward and uses is not None:
+                uses.gradients(loss)
+        if uses is not None:
+            plan.learned.layouts.update(uses.layouts)
     values.append(float(here))
     with constant_draws(), torch.no_grad():
         single = select(rows, slice(rank, rank + 1))
@@ -233,7 +239,8 @@ def _generators_watched() -> Iterator[None]:
         np.random.set_state(numpy_before)
 
 
-def _explained(error: Exception, operation: str) -> Finding:
+def _explained(error: Exception, observer: Observer | None) -> Finding:
+    operation = "" if observer is None else observer.operation
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, contextlib.__file__))]
     where = f" ({Path(users[-1].filename).name}, line {users[-1].lineno}: {users[-1].line})" if users else ""
@@ -243,6 +250,9 @@ def _explained(error: Exception, operation: str) -> Finding:
     if isinstance(error, Unknown):
         return Finding(reason=f"{error}{where}")
     if asks:
-        layout = operation.removeprefix("aten.").split(".")[0] in _LAYOUTS
+        name = operation.removeprefix("aten.").split(".")[0]
+        # tokens sorted by their experts' numbers may all come back to their samples: marks and the watch look at it
+        sorts = name in ("sort", "argsort") and observer is not None and observer.of_numbers
+        layout = name in _LAYOUTS or sorts
         return Finding(samples_meet=not layout, reason=f"{operation} needs the data of several samples{where}")
     return Finding(reason=f"{operation} has no rule ({type(error).__name__}){where}")

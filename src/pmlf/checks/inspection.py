@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from pmlf.basics.arguments import require_positive
 from pmlf.basics.batches import batch_size, to_dtype, without
 from pmlf.checks.comparison import Subject, clipped_sum, singles, subtract_plain, trained, undisturbed
-from pmlf.checks.first_look import proof
+from pmlf.checks.finding import Finding
+from pmlf.checks.first_look import choose_capture, proof
 from pmlf.checks.validation import check_samples, modes_to_check, refuse_unsafe_model
 from pmlf.engine.anatomy import Anatomy
-from pmlf.engine.capture import capture
 from pmlf.engine.clipper import Clipper
 from pmlf.engine.criteria import per_sample_loss
+from pmlf.engine.layers import UnsupportedModel
+from pmlf.engine.momentum import contributions
+from pmlf.engine.operations.looking import operations_of
 from pmlf.engine.passes import LossFunction, Pass
 from pmlf.engine.plan import Gradients, Plan, Watched, require_known
 from pmlf.methods import Method, resolve
@@ -119,8 +122,14 @@ def check(
     if samples == 0:
         raise ValueError("the batch is empty: give at least one sample, better three or more")
     modes = modes_to_check(subject, batch)
-    independence = proof(subject, batch)
-    check_samples(subject, batch, proven=independence.proven)
+    choose_capture(subject, batch)
+    try:
+        independence = _independent(subject, batch)
+    except UnsupportedModel:
+        if gradients != "ghost" or plan.learned.by_operations:
+            raise
+        plan.learned.by_operations = True
+        independence = _independent(subject, batch)
     found = []
     for training in modes:
         with undisturbed(model, training=training):
@@ -158,11 +167,19 @@ def rules_used(model: nn.Module, loss_fn: LossFunction, batch: Any) -> dict[str,
     """
     refuse_unsafe_model(model)
     plan = Plan.of(model)
+    subject = Subject(model=model, plan=plan, loss_fn=loss_fn, clip_norm=1.0)
+    choose_capture(subject, batch)
     with undisturbed(model, training=False):
         one = Pass(Anatomy(model), plan, loss_fn, trained(model), batch, batch_size(batch))
-        reached = {name for name, _ in capture(one)}
-    owners = _owners(plan)
-    return {name: _rule_of(owners.get(name)) if name in reached else "unreached" for name in plan.parameters}
+        found = _rules(one)
+        reached = {name for name, _ in contributions(one)}
+    return {name: found[name] if name in reached else "unreached" for name in plan.parameters}
+
+
+def _independent(subject: Subject, batch: Any) -> Finding:
+    found = proof(subject, batch)
+    check_samples(subject, batch, proven=found.proven)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +247,9 @@ def _layer_costs(subject: Subject, batch: Any) -> tuple[LayerCost, ...]:
     """Time every layer's rule, norms and clipped sum, parameter by parameter."""
     plan, samples, values = subject.plan, batch_size(batch), trained(subject.model)
     seconds = dict.fromkeys(plan.parameters, 0.0)
-    contributions = capture(Pass(Anatomy(subject.model), plan, subject.loss_fn, values, batch, samples))
-    found = next(contributions, None)  # the passes through the model; the first rule's own time goes with them
+    one = Pass(Anatomy(subject.model), plan, subject.loss_fn, values, batch, samples)
+    taken = contributions(one)
+    found = next(taken, None)  # the passes through the model; the first rule's own time goes with them
     start = time.perf_counter()
     while found is not None:
         name, contribution = found
@@ -241,8 +259,8 @@ def _layer_costs(subject: Subject, batch: Any) -> tuple[LayerCost, ...]:
         clipper.add([alone], None, values)
         now = time.perf_counter()
         seconds[name] += now - start
-        start, found = now, next(contributions, None)
-    owners = _owners(plan)
+        start, found = now, next(taken, None)
+    names, owners = _rules(one), _owners(plan)
     kinds = {layer: type(module).__name__ for layer, module in subject.model.named_modules()}
     costs: dict[str, LayerCost] = {}
     for parameter in plan.parameters:
@@ -252,7 +270,7 @@ def _layer_costs(subject: Subject, batch: Any) -> tuple[LayerCost, ...]:
         costs[layer] = LayerCost(
             layer=layer or "(model)",
             kind="Parameter" if owner is None else kinds[owner.name],
-            rule=_rule_of(owner),
+            rule=names[parameter],
             parameters=values[parameter].numel() + (before.parameters if before else 0),
             seconds=seconds[parameter] + (before.seconds if before else 0.0),
         )
@@ -260,14 +278,19 @@ def _layer_costs(subject: Subject, batch: Any) -> tuple[LayerCost, ...]:
 
 
 def _owners(plan: Plan) -> dict[str, Watched]:
-    """The layer that each parameter is taken at, by the parameter's name."""
+    """The layer that each parameter is taken at, by the parameter's name; none where operations are looked at."""
+    if plan.learned.by_operations:
+        return {}
     return {parameter: watched for watched in reversed(plan.watched) for parameter in watched.own.values()}
 
 
-def _rule_of(owner: Watched | None) -> str:
-    if owner is None:
-        return "a copy a sample"
-    return "vmap" if owner.rule is None else owner.rule.__name__.strip("_").replace("_", " ")
+def _rules(one: Pass) -> dict[str, str]:
+    """By what each parameter's gradient is taken: a layer's rule, or the operations that use it."""
+    if one.plan.learned.by_operations:
+        used = operations_of(one)
+        return {name: ", ".join(sorted(used.get(name, {"unreached"}))) for name in one.plan.parameters}
+    owners = _owners(one.plan)
+    return {name: owners[name].rule.__name__.strip("_").replace("_", " ") for name in one.plan.parameters}
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

@@ -168,7 +168,31 @@ def _gru_cell(token: Tensor, state: tuple[Tensor], own: list[Tensor]) -> tuple[T
     return (candidate + gate * (state[0] - candidate),)
 
 
+def _batch_norm_operation(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, training: bool, momentum: float, eps: float, cudnn: bool,
+) -> Tensor:  # fmt: skip
+    return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _group_norm_operation(
+    input: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, cudnn: bool
+) -> Tensor:
+    return _group_norm(input, groups, weight, bias, eps)
+
+
+def _adaptive_avg_pool1d(input: Tensor, output_size: Any) -> Tensor:
+    size = output_size if isinstance(output_size, int) else output_size[0]
+    return (
+        input.mean(-1, keepdim=True) if size == 1 else F.adaptive_avg_pool2d(input[..., None, :], (1, size))[..., 0, :]
+    )
+
+
 REWRITES: dict[Any, Callable[..., Any]] = {
+    torch.adaptive_avg_pool1d: _adaptive_avg_pool1d,
+    torch.group_norm: _group_norm_operation,
+    torch.batch_norm: _batch_norm_operation,
+    torch._C._nn.pad: _pad,
     F.group_norm: _group_norm,
     F.batch_norm: _batch_norm,
     F.pad: _pad,

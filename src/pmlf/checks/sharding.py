@@ -63,19 +63,20 @@ class Shards:
         local = rows.detach()[self.rank : self.rank + 1].clone()
         return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=rows.shape, stride=_dense(rows))
 
-    def rows_of_all(self, output: Tensor) -> Tensor | None:
-        """A layer's output that follows from no sample, as rows of which this rank has its own; None for any other.
+    def rows_of_all(self, output: Tensor, axis: int = 0) -> Tensor | None:
+        """An output that follows from no sample, cut along an axis into rows of which this rank has its own; None for
+        any other.
 
         It is cut off from what made it, which every rank has and computes alike.
         """
         if not isinstance(output, DTensor) or output.placements != (Replicate(),) or output.ndim == 0:
             return None
         everything = output.to_local().detach()
-        if everything.shape[0] % self.samples and everything.shape[0] != 1:
+        if everything.shape[axis] % self.samples and everything.shape[axis] != 1:
             return None
-        each = max(1, everything.shape[0] // self.samples)
-        own = everything if everything.shape[0] == 1 else everything[self.rank * each : (self.rank + 1) * each]
-        rows = DTensor.from_local(own.clone(), self._mesh, [Shard(0)], run_check=False)
+        each = max(1, everything.shape[axis] // self.samples)
+        own = everything if everything.shape[axis] == 1 else everything.narrow(axis, self.rank * each, each)
+        rows = DTensor.from_local(own.clone(), self._mesh, [Shard(axis)], run_check=False)
         return rows.requires_grad_(output.requires_grad)
 
 
@@ -86,6 +87,16 @@ def is_by_sample(tensor: Any, samples: int) -> bool:
         and tensor.placements == (Shard(0),)
         and tensor.shape[0] == samples * tensor._local_tensor.shape[0]
     )
+
+
+def cut_axis(tensor: Any, samples: int) -> int | None:
+    """The axis that is cut into equal parts, one a sample, in the samples' order; None where there is none."""
+    if not isinstance(tensor, DTensor) or len(tensor.placements) != 1 or not tensor.placements[0].is_shard():
+        return None
+    (cut,) = tensor.placements
+    if type(cut) is not Shard or tensor.shape[cut.dim] != samples * tensor._local_tensor.shape[cut.dim]:
+        return None
+    return cut.dim
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -103,9 +114,13 @@ class Observer(ConstantDraws):
     def __init__(self) -> None:
         super().__init__()
         self.operation = ""
+        self.of_numbers = False  # whether it is given integers alone: places, not values
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operation = str(func).removesuffix(".default")
+        self.of_numbers = not any(
+            value.is_floating_point() for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)
+        )
         if func in _READS:
             self._refuse_read(tree_leaves((args, kwargs)))
         return super().__torch_dispatch__(func, types, args, kwargs)

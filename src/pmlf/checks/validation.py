@@ -28,8 +28,8 @@ from pmlf.checks.comparison import (
 from pmlf.checks.draws import Unknown, constant_draws
 from pmlf.checks.fixes import REPLACED_BATCH_NORMS
 from pmlf.engine.anatomy import Anatomy
-from pmlf.engine.capture import capture
 from pmlf.engine.layers import UnsupportedModel, VmapUnsupported
+from pmlf.engine.momentum import contributions
 from pmlf.engine.passes import Pass
 from pmlf.engine.plan import Gradients
 
@@ -49,12 +49,6 @@ def refuse_unsafe_model(model: nn.Module, gradients: Gradients = "ghost") -> Non
         if reason is not None:
             where = f"layer {name!r}" if name else "the model"
             raise ValueError(f"{where} ({type(module).__name__}) {reason}")
-        trained = any(p.requires_grad for p in module.parameters())
-        if isinstance(module, nn.MultiheadAttention) and trained and gradients == "ghost":
-            raise UnsupportedModel(
-                f"layer {name!r} (MultiheadAttention) keeps its projections where per-sample gradients cannot be "
-                f"taken: {_FIX} by Linear layers with SDPA"
-            )
 
 
 def _unsafe(module: nn.Module) -> str | None:
@@ -207,14 +201,19 @@ def check_losses(subject: Subject, batch: Any) -> None:
     """
     modes = [mode for mode in (False, subject.model.training) if _runs(subject, batch, mode)]
     for training in sorted(set(modes or [True])):
-        with subject.undisturbed(training=training):
-            anatomy, values, samples = Anatomy(subject.model), trained(subject.model), batch_size(batch)
-            for _ in capture(Pass(anatomy, subject.plan, subject.loss_fn, values, batch, samples, rows="marked")):
-                pass
+        _refuse_rows_of_others(subject, batch, training)
         _refuse_shared_losses(subject, batch, training)
         with moved(subject) as elsewhere:
             if _runs(elsewhere, batch, training):
+                _refuse_rows_of_others(elsewhere, batch, training)
                 _refuse_shared_losses(elsewhere, batch, training)
+
+
+def _refuse_rows_of_others(subject: Subject, batch: Any, training: bool) -> None:
+    with subject.undisturbed(training=training):
+        anatomy, values, samples = Anatomy(subject.model), trained(subject.model), batch_size(batch)
+        for _ in contributions(Pass(anatomy, subject.plan, subject.loss_fn, values, batch, samples, rows="marked")):
+            pass
 
 
 def _refuse_shared_losses(subject: Subject, batch: Any, training: bool) -> None:

@@ -21,10 +21,10 @@ from pmlf.checks.comparison import Subject
 from pmlf.checks.draws import Unknown, constant_draws
 from pmlf.checks.replay import CannotFollow, RecordedDraws, ReplayedDraws
 from pmlf.engine.anatomy import Anatomy
-from pmlf.engine.arithmetic import wide_dtype
-from pmlf.engine.capture import capture
+from pmlf.engine.arithmetic import full_precision, wide_dtype
 from pmlf.engine.factors import Factors
 from pmlf.engine.layers import Contribution, UnsupportedModel
+from pmlf.engine.momentum import contributions
 from pmlf.engine.passes import Pass
 from pmlf.mechanism.noise import Randomness, torch_seeded
 
@@ -62,7 +62,10 @@ class Watch:
         if size == 1 or count == 0 or points == 0:
             return None, 0
         samples = [int(place) for place in stream.words(size).argsort()[:count]]  # of a random order
-        return WatchedPass(samples, size, recording=self._draws), int(stream.words(1)[0] % np.uint64(points))
+        formed = self._subject.plan.learned.by_operations
+        return WatchedPass(samples, size, recording=self._draws, formed=formed), int(
+            stream.words(1)[0] % np.uint64(points)
+        )
 
     def compare(self, taken: WatchedPass, point: PointPass, *, proven: bool) -> None:
         """Run the watched samples of a pass again, each alone; raise if one adds something else."""
@@ -123,7 +126,8 @@ class PointPass:
 
     def taken_again(self, subject: Subject, samples: list[int], *, recording: bool) -> WatchedPass:
         """The whole batch once more, with what some of its samples add."""
-        again = WatchedPass(samples, batch_size(self.batch), recording=recording)
+        formed = subject.plan.learned.by_operations
+        again = WatchedPass(samples, batch_size(self.batch), recording=recording, formed=formed)
         with torch_seeded(self.seed, self._device), again:
             for name, contribution in self._contributions(subject, self.batch):
                 again.take(name, contribution)
@@ -133,8 +137,12 @@ class PointPass:
         """The relative difference between what a sample adds alone and in its batch."""
         single = select(self.batch, slice(sample, sample + 1))
         with torch_seeded(self.seed, self._device), taken.replayed(sample):
-            alone = [(name, _share(found, 0)) for name, found in self._contributions(subject, single)]
-        together = taken.parts[sample]
+            parts: list[Part] = []
+            for name, found in self._contributions(subject, single):
+                _take(parts, name, found, 0, formed=taken.formed)
+        alone, together = parts, taken.parts[sample]
+        if taken.formed:  # an expert that a sample does not reach has a gradient of zero, or none
+            alone, together = (sorted(filter(_any, some), key=_named) for some in (alone, together))
         if [name for name, _ in alone] != [name for name, _ in together]:
             return math.inf
         return _distance([part for _, part in together], [part for _, part in alone])
@@ -142,7 +150,7 @@ class PointPass:
     def _contributions(self, subject: Subject, batch: Any) -> Iterator[tuple[str, Contribution]]:
         anatomy, samples = Anatomy(subject.model), batch_size(batch)
         plan, loss_fn = subject.plan, subject.loss_fn
-        return capture(Pass(anatomy, plan, loss_fn, self.values, batch, samples, self.weight))
+        return contributions(Pass(anatomy, plan, loss_fn, self.values, batch, samples, self.weight))
 
     @property
     def _device(self) -> torch.device:
@@ -152,8 +160,9 @@ class PointPass:
 class WatchedPass(ExitStack):
     """A pass of a batch that is being watched: its random draws, and what some samples add."""
 
-    def __init__(self, samples: list[int], size: int, *, recording: bool) -> None:
+    def __init__(self, samples: list[int], size: int, *, recording: bool, formed: bool) -> None:
         super().__init__()
+        self.formed = formed  # whether gradients are compared, or what they are made of
         self.samples, self.size, self.recording = samples, size, recording
         self.parts: dict[int, list[Part]] = {sample: [] for sample in samples}
         self._recorded = RecordedDraws()
@@ -177,11 +186,36 @@ class WatchedPass(ExitStack):
 
     def take(self, name: str, contribution: Contribution) -> None:
         for sample, parts in self.parts.items():
-            parts.append((name, _share(contribution, sample)))
+            _take(parts, name, contribution, sample, formed=self.formed)
 
     def replayed(self, sample: int) -> ReplayedDraws | ExitStack:
         """The same draws for one sample alone."""
         return ReplayedDraws(self._recorded.draws, sample, self.size) if self._recorded.draws else ExitStack()
+
+
+def _named(part: Part) -> str:
+    return part[0]
+
+
+def _any(part: Part) -> bool:
+    return bool(part[1][0].any())
+
+
+def _take(parts: list[Part], name: str, contribution: Contribution, sample: int, *, formed: bool) -> None:
+    """Add one sample's share of a contribution; to its gradient, if that is formed: operations may have other uses for
+    a single sample than for several."""
+    if not formed:
+        parts.append((name, _share(contribution, sample)))
+        return
+    if isinstance(contribution, Factors):
+        row = contribution.of_one(sample)
+    else:
+        row = full_precision(contribution[sample]).flatten()
+    for place, (known, (before,)) in enumerate(parts):
+        if known == name:
+            parts[place] = name, (before + row,)
+            return
+    parts.append((name, (row.clone(),)))
 
 
 def _share(contribution: Contribution, sample: int) -> tuple[Tensor, ...]:

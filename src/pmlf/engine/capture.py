@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.half_precision import without_autocast
-from pmlf.engine.layers import Call, Contribution, UnsupportedModel
-from pmlf.engine.passes import LossFunction, Pass
+from pmlf.engine.layers import Call, Contribution
+from pmlf.engine.losses import no_autocast_cache, per_sample_loss
+from pmlf.engine.passes import Pass
 from pmlf.engine.plan import Plan
 from pmlf.engine.recording import Recorder, Seen, hooked, refuse_reentrant_checkpoint, refuse_rows_of_others
 from pmlf.engine.swap import swapped
-from pmlf.engine.vmapped import by_vmap
 
 
 def capture(one: Pass) -> Iterator[tuple[str, Contribution]]:
@@ -48,39 +46,35 @@ def capture(one: Pass) -> Iterator[tuple[str, Contribution]]:
             named_args=seen.named_args,
             grad=grad.reshape(seen.shape),
             samples=one.samples,
-            output=seen.output,
             statistics=seen.statistics,
         )
         with without_autocast():
-            if seen.watched.rule is not None:
-                found = seen.watched.rule(call, own)
-            else:
-                found = by_vmap(call, own, _module_values(one.anatomy, seen.module, one.values))
+            found = seen.watched.rule(call, own)
         del seen, grad, call
         for local in list(found):
             yield own[local], found.pop(local)
     for name, grad in of_bare.items():
         if grad is not None:
-            yield name, grad.unsqueeze(0) if one.plan.gradients == "one-by-one" else grad
+            yield name, grad.unsqueeze(0)
 
 
 def _passed(one: Pass) -> tuple[deque[tuple[Seen, Tensor | None]], dict[str, Tensor | None]]:
-    """The calls of layers in a forward pass with the gradients at their outputs, and the gradients of bare
+    """The calls of layers in a forward pass with the gradients at their outputs, and the gradients of
     parameters."""
     anatomy, plan, samples = one.anatomy, one.plan, one.samples
     assert samples == 1 or plan.gradients == "ghost"
-    leaves = {name: _leaf(plan, name, value, samples).requires_grad_() for name, value in one.values.items()}
+    leaves = {name: _leaf(plan, name, value).requires_grad_() for name, value in one.values.items()}
     model, parameters, buffers = anatomy.model, anatomy.parameters, anatomy.buffers
     versions = [(name, parameter, parameter._version) for name, parameter in parameters.items()]
     replacements = {id(parameters[name]): leaf for name, leaf in leaves.items()}
     replacements |= {id(buffer): buffer.clone() for buffer in buffers.values()}
     recorder = Recorder(samples)
     with hooked(anatomy, plan, recorder), no_autocast_cache(), swapped(anatomy, replacements) as swap:
-        loss = per_sample_loss(_called(one.loss_fn, model, one.batch, plan), samples)
+        loss = per_sample_loss(one.loss_fn(model, one.batch), samples)
         recorder.recording = False
         if recorder.without_grad:
             refuse_reentrant_checkpoint(loss, recorder.without_grad)
-        bare = sorted(leaves if plan.gradients == "one-by-one" else plan.expanded)
+        bare = sorted(leaves) if plan.gradients == "one-by-one" else []
         wanted: list[Any] = [*recorder.edges, *(leaves[name] for name in bare)]
         if not wanted:
             raise ValueError(
@@ -93,7 +87,7 @@ def _passed(one: Pass) -> tuple[deque[tuple[Seen, Tensor | None]], dict[str, Ten
         )
         if marking:
             marks = _marks(loss)
-            names = [*(seen.described for seen in recorder.seen), *(f"parameter {name!r}" for name in bare)]
+            names = [seen.described for seen in recorder.seen]
             for name, grad, marked in zip(
                 names, grads, torch.autograd.grad(loss, wanted, one.weight * marks, allow_unused=True), strict=True
             ):
@@ -116,75 +110,8 @@ def _marks(loss: Tensor) -> Tensor:
     return (0.5 ** (drawn % 24)).to(loss)
 
 
-def _called(loss_fn: LossFunction, model: nn.Module, batch: Any, plan: Plan) -> Any:
-    try:
-        return loss_fn(model, batch)
-    except (RuntimeError, ValueError) as error:
-        if not plan.expanded:
-            raise
-        raise UnsupportedModel(
-            f"loss_fn failed where parameters of leading size 1 ({', '.join(sorted(plan.expanded))}) have a copy for "
-            "every sample: let them broadcast, or use .expand(samples, ...) in place of repeat, tile and cat"
-        ) from error
-
-
-def _leaf(plan: Plan, name: str, value: Tensor, samples: int) -> Tensor:
+def _leaf(plan: Plan, name: str, value: Tensor) -> Tensor:
     """A point's parameter as a leaf of its own graph."""
-    if name in plan.expanded:
-        return value.detach().expand(samples, *value.shape[1:])
     if name in plan.convolved and value.device.type != "mps":  # convolutions follow their weights' layout
         return value.detach().contiguous(memory_format=torch.channels_last)
     return value.detach()
-
-
-def per_sample_loss(result: Any, samples: int, *, differentiable: bool = True) -> Tensor:
-    """The loss as one number a sample; several losses are added sample by sample."""
-    parts = list(result.values()) if isinstance(result, Mapping) else result
-    parts = list(parts) if isinstance(parts, (tuple, list)) else [parts]
-    for part in parts:
-        if not isinstance(part, Tensor):
-            raise ValueError(
-                f"loss_fn returned a {type(part).__name__}: return a tensor with one loss a sample, for example "
-                "F.cross_entropy(model(x), y, reduction='none')"
-            )
-        if part.ndim == 0:
-            raise ValueError(
-                "loss_fn returned a scalar, the mean or sum over the batch: return one loss a sample, for example "
-                "F.cross_entropy(logits, labels, reduction='none'); a Hugging Face model's own .loss is such a mean, "
-                "take its .logits instead"
-            )
-        if part.shape != (samples,):
-            raise ValueError(
-                f"loss_fn returned a tensor with {part.ndim} axes that is not one loss a sample: return shape "
-                "(samples,), summing or averaging over every axis but the first"
-            )
-    if not parts:
-        raise ValueError("loss_fn returned no loss: return a tensor with one loss a sample")
-    loss: Tensor = sum(parts[1:], start=parts[0])
-    if differentiable and not loss.requires_grad:
-        raise ValueError(
-            "the loss does not depend on any trainable parameter: loss_fn must call the model it is given, with "
-            "gradients on (no torch.no_grad)"
-        )
-    return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
-
-
-def _module_values(anatomy: Anatomy, module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All parameters of one module, by their names in it, at the evaluation point."""
-    names = {id(p): name for name, p in anatomy.parameters.items()}
-    return {
-        local: values.get(names[id(p)], p.detach()).detach()
-        for local, p in module.named_parameters(remove_duplicate=False)
-    }
-
-
-@contextmanager
-def no_autocast_cache() -> Iterator[None]:
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(enabled)

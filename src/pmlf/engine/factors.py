@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pmlf.engine.arithmetic import add_product, blank, same_memory, wide_dtype
+from pmlf.engine.arithmetic import add_product, blank, blocks, same_memory, wide_dtype
 
 Scratch = Callable[[Tensor], Tensor]  # work memory like a given tensor
 Order = Literal["own", "transposed", "channels last"]  # of the numbers in a per-sample gradient that is formed
@@ -127,6 +127,23 @@ class Factors(ABC):
     @abstractmethod
     def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
         """Write, or add, the gradients of some samples into out (n, size), in the order of `order`."""
+
+    def in_own_order(self, flat: Tensor) -> Tensor:
+        """Gradients in the order of `form`, (n, size), in the parameter's own."""
+        return flat if self.order == "own" else flat.view(-1, self.cols, self.rows).mT.reshape(len(flat), -1)
+
+    def of_one(self, sample: int) -> Tensor:
+        """One gradient in the parameter's own order, (size,)."""
+        out = self.sides(slice(0, 1))[1].new_empty(1, self.size)
+        self.form(slice(sample, sample + 1), out, add=False)
+        return self.in_own_order(out)[0]
+
+    def formed(self) -> Tensor:
+        """All gradients in the parameter's own order, (samples, size)."""
+        out = self.sides(slice(0, 1))[1].new_empty(self.samples, self.size)
+        for chosen in blocks(slice(0, self.samples), 4 * self.side_size):
+            self.form(chosen, out[chosen], add=False)
+        return self.in_own_order(out)
 
     def spread(self, chosen: slice) -> Tensor:
         """sum_t |left_t| |right_t| of some samples: the scale of rounding errors, however the tokens cancel."""

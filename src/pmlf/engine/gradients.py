@@ -73,14 +73,20 @@ class ParameterGradient:
 
     def add_formed(self, gradient: Tensor) -> None:
         """Add per-sample gradients (samples, *shape), which may be others' too: they are not written to."""
-        assert self._like is None and not self._factors, f"{self._name}: a layer's weight used bare as well"
+        self._in_own_order()
         rows = full_precision(gradient).reshape(len(gradient), -1)
         self._held = rows if self._held is None else self._held + rows
 
     def add(self, factors: Factors, points: int) -> None:
-        """Add one use, formed or kept as factors, whichever is better for `points` times its tokens."""
+        """Add one use, formed or kept as factors, whichever is better for `points` times its tokens.
+
+        Two uses of one parameter may see it as matrices of different forms: then all are formed in its own order.
+        """
         before = self._like or (self._factors[0] if self._factors else factors)
-        assert before.order == factors.order, f"{self._name}: two uses in one buffer, each in an order of its own"
+        own = self._held is not None and self._like is None
+        if own or (before.order, before.rows, before.cols) != (factors.order, factors.rows, factors.cols):
+            self.add_formed(factors.formed())
+            return
         if self._held is None and (self._factors or not self._strategy.holds_at_once(factors, points)):
             merged = self._factors[-1].merged(factors) if self._factors else None
             if merged is None:
@@ -93,6 +99,15 @@ class ParameterGradient:
             self._held, self._like = self._workspace.buffer(self._name, factors, factors.samples), factors
         for block in blocks(slice(0, factors.samples), 4 * factors.side_size, together=_FORM_BYTES):
             factors.form(block, self._held[block], add=add)
+
+    def _in_own_order(self) -> None:
+        """All that was added so far as gradients in the parameter's own order."""
+        if self._held is not None and self._like is not None:
+            self._held = self._like.in_own_order(self._held).clone()
+        for factors in self._factors:
+            rows = factors.formed()
+            self._held = rows if self._held is None else self._held + rows
+        self._like, self._factors = None, []
 
     def norms(self, roots: Roots) -> tuple[Tensor, Tensor | None]:
         """(norm^2, slack) of every sample, float64, norm^2 never below the true one, slack for the sum's rounding."""

@@ -48,7 +48,6 @@ class Call(NamedTuple):
     named_args: Mapping[str, Any]
     grad: Tensor  # axis 0 is samples, or a sample-major multiple of it
     samples: int
-    output: Tensor | None = None  # kept for modules without a rule
     statistics: Statistics | None = None  # of a GroupNorm, where they could be had
 
     @property

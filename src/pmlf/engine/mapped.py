@@ -20,9 +20,9 @@ from torch import Tensor
 
 from pmlf.basics.batches import refilled, same_bits, tensors_of, untensored
 from pmlf.engine.anatomy import Anatomy
-from pmlf.engine.capture import no_autocast_cache, per_sample_loss
 from pmlf.engine.confined import Confined, nothing_left
 from pmlf.engine.layers import VmapUnsupported
+from pmlf.engine.losses import no_autocast_cache, per_sample_loss
 from pmlf.engine.passes import Pass
 from pmlf.engine.swap import ModelWritten, swapped
 

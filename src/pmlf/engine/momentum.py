@@ -15,6 +15,7 @@ from pmlf.engine.gradients import ParameterGradient, Workspace
 from pmlf.engine.half_precision import without_autocast
 from pmlf.engine.layers import Contribution
 from pmlf.engine.mapped import mapped
+from pmlf.engine.operations.capture import taken_at_operations
 from pmlf.engine.passes import Pass
 from pmlf.engine.roots import Roots
 
@@ -47,7 +48,9 @@ def finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> tuple
 
 def contributions(one: Pass) -> Iterator[tuple[str, Contribution]]:
     """The per-sample gradients that a pass asks for, in the way that is planned."""
-    return mapped(one) if one.plan.gradients == "vmap" else capture(one)
+    if one.plan.gradients == "vmap":
+        return mapped(one)
+    return taken_at_operations(one) if one.plan.learned.by_operations else capture(one)
 
 
 class SampleMomentum:

@@ -118,6 +118,10 @@ class Patches(Factors):
     def arranged(self, flat: Tensor, shape: torch.Size) -> Tensor:
         return flat.view(shape[0], *self.kernel, shape[1]).movedim(-1, 1)
 
+    def in_own_order(self, flat: Tensor) -> Tensor:
+        channels = self.input.shape[1] // self.groups
+        return flat.view(len(flat), -1, *self.kernel, channels).movedim(-1, 2).reshape(len(flat), -1)
+
     def _padded(self, input: Tensor) -> Tensor:
         return F.pad(input, self.padding, mode=self.padding_mode) if any(self.padding) else input
 

@@ -25,7 +25,6 @@ class Seen(NamedTuple):
     args: tuple[Any, ...]
     named_args: dict[str, Any]
     shape: torch.Size  # of the output, with its batch axis
-    output: Tensor | None  # where the layer has no rule
     statistics: Statistics | None  # of a GroupNorm
 
     @property
@@ -55,13 +54,11 @@ class Recorder:
             if not result.requires_grad:
                 return None
             args, named = tuple(map(_detached, args)), {key: _detached(value) for key, value in named.items()}
-            # a copy: what comes after the layer may change its output in place
-            kept = result.detach().clone() if watched.rule is None else None
             statistics = _statistics(result) if isinstance(module, nn.GroupNorm) else None
-            self.seen.append(Seen(watched, module, args, named, result.shape, kept, statistics))
+            self.seen.append(Seen(watched, module, args, named, result.shape, statistics))
             whole = _whole(result)
             self.edges.append(get_gradient_edge(whole))
-            needs_input = watched.rule is None or set(watched.own) != {"bias"}
+            needs_input = set(watched.own) != {"bias"}
             fixed = [t for t in (*args, *named.values()) if isinstance(t, Tensor)] if needs_input else []
             if whole._is_view() and whole is output:  # an in-place change would go around the edge
                 fixed.append(whole.detach())

@@ -1,0 +1,182 @@
+"""Per-sample gradients of a pass, taken at the operations in which weights meet samples."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmlf.basics.batches import tensors_of
+from pmlf.engine.half_precision import without_autocast
+from pmlf.engine.layers import Contribution, UnsupportedModel
+from pmlf.engine.losses import no_autocast_cache, per_sample_loss
+from pmlf.engine.operations.layouts import (
+    Layout,
+    Learned,
+    digit_marks,
+    digits_for,
+    laid_out,
+    picked,
+    random_marks,
+)
+from pmlf.engine.operations.rewritten import REWRITTEN, in_place
+from pmlf.engine.operations.rules import RULES, by_autograd
+from pmlf.engine.operations.uses import Use, Uses, functions_entered
+from pmlf.engine.operations.weights import Weights
+from pmlf.engine.passes import Pass
+from pmlf.engine.swap import swapped
+
+HANDLERS: dict[str, Any] = {**RULES, **REWRITTEN, "in place": in_place, "by autograd": by_autograd}
+_ATTEMPTS = 8  # tables that look like samples by chance, each found by an attempt
+
+
+def taken_at_operations(one: Pass) -> Iterator[tuple[str, Contribution]]:
+    """The per-sample gradients that a pass asks for, as (parameter, contribution) pairs.
+
+    Whose a row is follows from what was learned about its use, where the rows are proven to be "their own", and is
+    found by marks otherwise. A row that is nobody's alone is an error.
+    """
+    for _ in range(_ATTEMPTS):
+        weights, taken, chance = _passed(one)
+        if chance is None:
+            break
+        one.plan.learned.shared.add(chance)
+    while taken:
+        use, grad, layout = taken.popleft()
+        for number, weight in enumerate(use.weights):
+            with without_autocast(), torch.no_grad():
+                found = use.take(number, grad, layout)
+            yield from weights.carried(weight, found)
+            del found
+        del use, grad
+    with without_autocast():
+        yield from weights.pulled_back()
+
+
+def _passed(one: Pass) -> tuple[Weights, deque[tuple[Use, Tensor, Layout]], int | None]:
+    """The uses of a forward pass, each with the gradient at its output and whose its rows are.
+
+    The third is a table that is no sample value though it has as many rows: everything is to be done again.
+    """
+    anatomy, samples, learned = one.anatomy, one.samples, one.plan.learned
+    leaves = {name: value.detach().requires_grad_() for name, value in one.values.items()}
+    versions = [(name, parameter, parameter._version) for name, parameter in anatomy.parameters.items()]
+    replacements = {id(anatomy.parameters[name]): leaf for name, leaf in leaves.items()}
+    replacements |= {id(buffer): buffer.clone() for buffer in anatomy.buffers.values()}
+    weights = Weights(leaves)
+    mode = Uses(weights, tensors_of(one.batch), samples, learned.shared, HANDLERS)
+    with no_autocast_cache(), swapped(anatomy, replacements) as swap, functions_entered(), run_eagerly(), mode:
+        loss = per_sample_loss(one.loss_fn(anatomy.model, one.batch), samples)
+        mode.recording = False  # a checkpoint runs its part once more, with the same stand-ins
+        if not mode.uses:
+            raise ValueError(
+                f"no operation uses a trained parameter and the samples, {one.plan.parameters[0]!r}, for example: "
+                "loss_fn must call the model that it is given"
+            )
+        known = [learned.layout(use.key, use.shape, samples) for use in mode.uses]
+        marking = samples > 1 and (one.rows == "marked" or None in known)
+        edges = [use.edge for use in mode.uses]
+        wanted: list[Any] = [*edges, *leaves.values()]
+        grads = torch.autograd.grad(
+            loss,
+            wanted,
+            torch.full_like(loss, one.weight),
+            allow_unused=True,
+            retain_graph=marking,
+        )
+        _refuse_leaks(leaves, grads[len(edges) :])
+        layouts, chance = (known, None) if not marking else _found(loss, one.weight, mode.uses, grads, known, learned)
+    del loss
+    swap.written += [name for name, parameter, version in versions if parameter._version != version]
+    swap.refuse_written()
+    for use in mode.uses:
+        if any(tensor._version != version for tensor, version in use.kept):
+            raise UnsupportedModel(
+                f"the input of {use.key.operation} of {use.key.weights[0]!r} was changed in place after it ran: make "
+                "that operation out of place"
+            )
+    taken = deque[tuple[Use, Tensor, Layout]]()
+    for use, grad, layout in zip(mode.uses, grads, layouts, strict=False):
+        if grad is not None and layout is not None:
+            taken.append((use, grad.reshape(use.shape if use.shape else (1,)), layout))
+    return weights, taken, chance
+
+
+def _found(
+    loss: Tensor,
+    weight: float,
+    uses: list[Use],
+    grads: tuple[Tensor | None, ...],
+    known: list[Layout | None],
+    learned: Learned,
+) -> tuple[list[Layout | None], int | None]:
+    """The layout of every use by marks; None where all gradients are zero. And a table that is shared, if there is."""
+    marks = random_marks(loss)
+    edges = [use.edge for use in uses]
+    marked = torch.autograd.grad(loss, edges, weight * marks, allow_unused=True, retain_graph=True)
+    layouts: list[Layout | None] = []
+    open_questions: list[int] = []
+    for number, (use, grad, scaled) in enumerate(zip(uses, grads, marked, strict=False)):
+        if grad is None or scaled is None or not bool(grad.any()):
+            layouts.append(None)
+            continue
+        layout = laid_out(grad.reshape(use.shape), scaled.reshape(use.shape), marks, known[number])
+        layouts.append(layout)
+        if layout is None:
+            open_questions.append(number)
+        else:
+            learned.layouts[use.key] = layout
+    if open_questions:
+        chance = next((uses[number].key.question for number in open_questions if uses[number].presumed), None)
+        if chance is not None:
+            return layouts, chance
+        _name_owners(loss, weight, uses, grads, layouts, open_questions)
+    return layouts, None
+
+
+def _name_owners(
+    loss: Tensor,
+    weight: float,
+    uses: list[Use],
+    grads: tuple[Tensor | None, ...],
+    layouts: list[Layout | None],
+    numbers: list[int],
+) -> None:
+    """Rows that were picked: as many passes as the samples' numbers have digits."""
+    edges = [uses[number].edge for number in numbers]
+    passes = [
+        torch.autograd.grad(loss, edges, weight * digit_marks(loss, digit), allow_unused=True, retain_graph=True)
+        for digit in range(digits_for(len(loss)))
+    ]
+    for place, number in enumerate(numbers):
+        use, grad = uses[number], grads[number]
+        scaled = [each[place] for each in passes]
+        assert grad is not None
+        layout = picked(
+            grad.reshape(use.shape), [each.reshape(use.shape) for each in scaled if each is not None], len(loss)
+        )
+        if layout is None:
+            raise UnsupportedModel(
+                f"the rows of {use.key.operation} of {use.key.weights[0]!r} are not the samples' own: keep all of a "
+                "sample along one axis, and compute nothing across samples"
+            )
+        layouts[number] = layout
+
+
+def _refuse_leaks(leaves: Mapping[str, Tensor], grads: tuple[Tensor | None, ...]) -> None:
+    for name, grad in zip(leaves, grads, strict=True):
+        if grad is not None:
+            raise UnsupportedModel(
+                f"parameter {name!r} reaches the loss by an operation that is not seen (torch.jit, an "
+                "autograd.Function, a reentrant checkpoint, another library's kernel): build it from torch's functions"
+            )
+
+
+def run_eagerly() -> AbstractContextManager[object]:
+    """Compiled functions run as they are written: what they are compiled to cannot be seen."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
