@@ -68,8 +68,8 @@ def measured(name: str, turns: int) -> dict[str, Any]:
         inside.clear()
         for _ in range(turns):
             for watched, step in steps.items():
-                if step._watch is not None and not whole:  # a form that is new is always watched
-                    step._watch._seen.clear()
+                if step._passes.watch is not None and not whole:  # a form that is new is always watched
+                    step._passes.watch._seen.clear()
                 times[watched].append(timed(lambda step=step: run(step, batch, per_step)))
     plain, with_watch = statistics.median(times[False]), statistics.median(times[True])
     of_a_step = plain * EXPECTED / (per_step * len(batch[1]))

@@ -6,9 +6,9 @@ release (public from the noise on): sum -> + noise -> / B -> filter -> p.grad
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,21 +20,25 @@ from pmlf.checks.comparison import Subject
 from pmlf.checks.finding import Finding
 from pmlf.checks.first_look import FirstLook
 from pmlf.checks.validation import check_collation, refuse_unsafe_model
-from pmlf.checks.watch import PointPass, Watch
+from pmlf.checks.watch import Watch
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.augmentation import Augmentation
 from pmlf.engine.clipper import ClippedSum, Clipper
 from pmlf.engine.criteria import per_sample_loss
-from pmlf.engine.fingerprint import Fingerprint, fingerprint
+from pmlf.engine.fingerprint import Fingerprint, fingerprint, refuse_written
 from pmlf.engine.momentum import Clipping, SampleMomentum
-from pmlf.engine.passes import LossFunction, Pass, Rows
+from pmlf.engine.passes import LossFunction
 from pmlf.engine.plan import Gradients, Plan, require_known
 from pmlf.engine.strategy import Strategy
 from pmlf.engine.swap import ModelWritten
 from pmlf.mechanism.filters import FilterMemory
-from pmlf.mechanism.noise import Randomness, keyed_uniforms, randomness_from, torch_seeded
+from pmlf.mechanism.noise import Randomness, randomness_from
 from pmlf.mechanism.points import History
 from pmlf.methods import Method, resolve
+from pmlf.parallel.agreement import Agreement, facts_of
+from pmlf.parallel.processes import Group, Processes, joined
+from pmlf.parallel.summing import Part
+from pmlf.point_passes import Piece, PointPasses
 from pmlf.settings import StepSettings
 
 _MOST_IN_FLOAT32 = 64  # samples expected: beyond, rounding of the sum could pass 1e-4 of what one of them adds
@@ -65,9 +69,11 @@ class PrivateStep:
             once by `torch.func`. "one-by-one" runs one sample after the other: slow, for models that the others refuse.
         assume_independent_samples: Whether to skip the proof and the watch that samples do not influence each other.
         strategy: How norms and sums are computed. By default the cheapest way.
+        group: The processes that share every step: "auto" for torch's default process group, or a process group. Each
+            rank accumulates its own micro-batches of one logical batch; `release` adds up the ranks' sums.
 
     Raises:
-        ValueError: If a setting or the model would break the guarantee.
+        ValueError: If a setting or the model would break the guarantee, or differs between ranks.
     """
 
     def __init__(
@@ -86,7 +92,9 @@ class PrivateStep:
         gradients: Gradients = "ghost",
         assume_independent_samples: bool = False,
         strategy: Strategy | None = None,
+        group: Group | Processes = None,
     ) -> None:
+        self._processes = joined(group, "PrivateStep")
         require_known(gradients)
         refuse_unsafe_model(model, gradients)
         loss_fn = per_sample_loss(loss_fn)
@@ -103,7 +111,6 @@ class PrivateStep:
         if self._settings.without_noise:
             warnings.warn("noise_multiplier=0: no noise is added and nothing is private", stacklevel=2)
         self._randomness = randomness_from(generator)
-        self._augmentation = augmentation
         self._plan, points = Plan.of(model, gradients), self._settings.method.points
         self._subject = Subject(
             model=model,
@@ -116,7 +123,7 @@ class PrivateStep:
             self._plan.parameters,
             clip_norm=self._settings.clip_norm,
             clipping=clipping,
-            wide=expected_batch_size > _MOST_IN_FLOAT32,
+            wide=expected_batch_size > _MOST_IN_FLOAT32 or self._processes.size > 1,
             strategy=strategy,
         )
         self._history = History(points.depth)
@@ -124,9 +131,16 @@ class PrivateStep:
         self._releases = 0
         self._pending: _Pending | None = None
         self._torn = False
+        self._agreement = Agreement(self._processes, model, self._forget)
         self._first_look = FirstLook(self._subject, gradients, augmentation, assumed=assume_independent_samples)
         watches = gradients == "ghost" and not assume_independent_samples
-        self._watch = Watch(self._subject, self._randomness, expected_batch_size) if watches else None
+        self._passes = PointPasses(
+            subject=self._subject,
+            randomness=self._randomness,
+            augmentation=augmentation,
+            watch=Watch(self._subject, self._randomness, expected_batch_size) if watches else None,
+        )
+        self._processes.require_same(self._facts(gradients))
 
     @property
     def model(self) -> nn.Module:
@@ -144,6 +158,11 @@ class PrivateStep:
         return self._randomness
 
     @property
+    def processes(self) -> Processes:
+        """The processes that share every step."""
+        return self._processes
+
+    @property
     def noise_source(self) -> str:
         """Where the noise comes from, in words."""
         hardened = "; each Gaussian half the sum of four, added in float64 (Holohan & Braghin 2021)"
@@ -157,7 +176,7 @@ class PrivateStep:
     @property
     def watched(self) -> bool:
         """Whether a few samples of every step run again alone."""
-        return self._watch is not None
+        return self._passes.watch is not None
 
     @property
     def releases(self) -> int:
@@ -177,8 +196,23 @@ class PrivateStep:
     def accumulate(self, micro_batch: Any, *, samples: Tensor | None = None) -> None:
         """Add the clipped momentum of a micro-batch's samples to the pending sum: all of them, or nothing.
 
-        `samples` numbers the samples for augmentation; by default they are counted through the logical batch.
+        `samples` numbers the samples for augmentation; by default they are counted through the logical batch. With a
+        group, an error discards the step on every rank.
         """
+        with self._agreement.told(self._releases):
+            self._accumulate(micro_batch, samples)
+
+    @contextmanager
+    def agreement(self) -> Iterator[None]:
+        """A block in which this rank accumulates. At its end all ranks agree, and if one failed, all of them raise.
+
+        `release` does the same if there was no such block. Without a group it does nothing.
+        """
+        with self._agreement.told(self._releases):
+            yield
+        self._agreement.reach(self._releases)
+
+    def _accumulate(self, micro_batch: Any, samples: Tensor | None) -> None:
         self._refuse_torn()
         anatomy = Anatomy(self.model)
         named, iterate = self._unchanged(anatomy)
@@ -188,8 +222,9 @@ class PrivateStep:
         if size == 0:
             self._pending = pending
             return
-        if samples is None and self._augmentation is not None:
+        if samples is None and self._passes.augmentation is not None:
             samples = torch.arange(pending.samples, pending.samples + size)
+            samples = samples * self._processes.size + self._processes.rank
         try:
             total = self._added(anatomy, pending, micro_batch, size, samples)
         except ModelWritten:
@@ -214,12 +249,16 @@ class PrivateStep:
     ) -> ClippedSum:
         """The pending sum and a micro-batch's clipped momenta, beside it: the pending one stays as it is."""
         rows = self._first_look.at(micro_batch, size, anatomy.modes)
+        number = pending.micro_batches * self._processes.size + self._processes.rank  # among all ranks' micro-batches
+        points = self._settings.method.points.at(self._releases)
 
         def momenta() -> Iterator[SampleMomentum]:
             for part in self._plan.passes(size):
                 few = micro_batch if part == slice(0, size) else select(micro_batch, part)
                 numbers = None if samples is None else samples[part]
-                yield self._momentum(anatomy, few, part, numbers, pending.micro_batches, rows)
+                piece = Piece(batch=few, part=part, samples=numbers, step=self._releases, number=number, rows=rows)
+                momentum = self._clipper.momentum(piece.size, len(points))
+                yield self._passes.add_to(momentum, piece, points, anatomy, self._history)
 
         trained = {name: anatomy.parameters[name] for name in self._plan.parameters}
         return self._clipper.add(momenta(), pending.total, trained)[0]
@@ -227,6 +266,7 @@ class PrivateStep:
     def release(self) -> None:
         """Add noise, divide by the expected batch size, filter, and leave the result in `p.grad`; forget the sum."""
         self._refuse_torn()
+        self._agreement.reach(self._releases)
         anatomy = Anatomy(self.model)
         named, _ = self._unchanged(anatomy)
         parameters = list(named.values())
@@ -235,10 +275,15 @@ class PrivateStep:
         if total is None:  # an empty batch is a step like any other
             total = self._clipper.nothing(named)
         values = [total.values[name] for name in self._plan.parameters]
-        noise = self._randomness.stream("noise", self._releases)
+        noise, hardened = self._randomness.stream("noise", self._releases), self._settings.secure_noise
         std = self._settings.noise_multiplier * total.sensitivity
-        for value in values if std > 0.0 else ():
-            noise.add_gaussian_(value, std, hardened=self._settings.secure_noise)
+
+        def add_noise(value: Tensor, part: Part) -> None:
+            if std > 0.0:
+                noise.seek(part.word)
+                noise.add_gaussian_(value, std, hardened=hardened)
+
+        self._processes.add_up(values, add_noise, hardened=hardened)
         values = [
             value.to(torch.promote_types(p.dtype, torch.float32)) for value, p in zip(values, parameters, strict=True)
         ]
@@ -256,6 +301,9 @@ class PrivateStep:
     def discard(self) -> None:
         """Forget a pending sum: nothing was released, nothing is spent."""
         self._refuse_torn()
+        self._forget()
+
+    def _forget(self) -> None:
         self._pending = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -292,47 +340,6 @@ class PrivateStep:
             raise RuntimeError("a sum is pending, which is sensitive: call release() or discard() before copying it")
         return vars(self)
 
-    def _momentum(
-        self, anatomy: Anatomy, batch: Any, part: slice, samples: Tensor | None, micro_batch: int, rows: Rows
-    ) -> SampleMomentum:
-        """v of every sample in a part of a micro-batch: gradients at the points, weighted and added."""
-        points, names = self._settings.method.points.at(self._releases), self._plan.parameters
-        parameters = [anatomy.parameters[name] for name in names]
-        momentum = self._clipper.momentum(part.stop - part.start, len(points))
-        views = self._views(batch, samples, len(points))
-        watched, watched_point = None, 0
-        if self._watch is not None:
-            watched, watched_point = self._watch.choice(
-                batch, part, self._releases, micro_batch, len(points), proven=rows == "their own"
-            )
-        for index, (point, view) in enumerate(zip(points, views, strict=True)):
-            values = dict(zip(names, self._history.evaluate(point, parameters), strict=True))
-            seed = self._randomness.seed_for("dropout", self._releases, micro_batch, part.start, index)
-            size = part.stop - part.start
-            one = Pass(anatomy, self._plan, self._subject.loss_fn, values, view, size, point.weight, rows)
-            if watched is None or index != watched_point:
-                with torch_seeded(seed, parameters[0].device):
-                    momentum.add_pass(one)
-                continue
-            with torch_seeded(seed, parameters[0].device), watched:
-                momentum.add_pass(one, watched.take)
-            assert self._watch is not None
-            at_point = PointPass(values=values, batch=view, seed=seed, weight=point.weight)
-            self._watch.compare(watched, at_point, proven=rows == "their own")
-        return momentum
-
-    def _views(self, batch: Any, samples: Tensor | None, points: int) -> Sequence[Any]:
-        """The batch as each evaluation point sees it; its samples are numbered if there is an augmentation."""
-        if self._augmentation is None:
-            return [batch] * points
-        assert samples is not None
-        drawn = points if self._augmentation.per_point else 1
-        streams = [self._randomness.stream("augmentation", self._releases, point) for point in range(drawn)]
-        uniforms = [keyed_uniforms(stream, samples, self._augmentation.draws) for stream in streams]
-        change = self._augmentation.function if self._plan.gradients == "ghost" else self._augmentation.apart
-        views = [change(batch, each) for each in uniforms]
-        return views if self._augmentation.per_point else views * points
-
     def check_collation(self, indices: Sequence[int], batch_of: Callable[[list[int]], Any]) -> None:
         """Refuse a `batch_of` some indices by which records change each other's gradients, by padding or otherwise."""
         try:
@@ -353,34 +360,25 @@ class PrivateStep:
             )
 
     def _refuse_written(self, anatomy: Anatomy, pending: _Pending) -> None:
-        """Forward passes must leave every parameter unchanged, bit by bit.
+        try:
+            refuse_written(anatomy.parameters, pending.fingerprint)
+        except RuntimeError:
+            self._pending = None
+            raise
 
-        The first passes over a model are checks, which restore what was written. Keeping a copy at every later step
-        would cost as much memory as the gradients do, so here a parameter that was written is filled with NaN.
-        """
-        parameters = anatomy.parameters
-        bits = zip(parameters, fingerprint(parameters.values()), pending.fingerprint, strict=True)
-        changed = [name for name, (_, now), (_, before) in bits if now != before]
-        if not changed:
-            return
-        self._pending = None
-        for name in changed:
-            parameters[name].data.fill_(math.nan)
-        raise RuntimeError(
-            f"the forward pass wrote into the parameter {changed[0]!r}, which would carry the data without noise: it "
-            "is filled with NaN now. Change the model so that it does not write its parameters, and load a checkpoint"
-        )
+    def _facts(self, gradients: Gradients) -> dict[str, str]:
+        """What all ranks must have in common."""
+        randomness, augmented = self._randomness, self._passes.augmentation is not None
+        return {
+            **facts_of(self.model),
+            "setting of the step": f"{self._settings} {gradients} augmented: {augmented}, watched: {self.watched}",
+            "seed": str(randomness.seed_for("identity") if randomness.reproducible else None),
+        }
 
     def _unchanged(self, anatomy: Anatomy) -> tuple[dict[str, nn.Parameter], Fingerprint]:
         """The trainable parameters by name, and the fingerprint of all; refused if they are others than at the start,
         or than the pending sum's."""
-        named = {name: p for name, p in anatomy.parameters.items() if p.requires_grad}
-        if tuple(named) != self._plan.parameters:
-            changed = sorted(set(named) ^ set(self._plan.parameters))
-            raise RuntimeError(
-                f"the set of trainable parameters changed since the step was built ({', '.join(changed)}): "
-                "build a new PrivateStep"
-            )
+        named = self._plan.unchanged(anatomy.parameters)
         iterate = fingerprint(anatomy.parameters.values())
         if self._pending is not None and self._pending.fingerprint != iterate:
             raise RuntimeError(

@@ -61,6 +61,16 @@ def test_a_model_in_a_parallel_wrapper_is_refused_by_name(process_group: None) -
             PrivateStep(model, classify, noise_multiplier=1.0, expected_batch_size=1)
 
 
+def test_a_model_that_fully_shard_has_touched_is_refused_by_name(process_group: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match=r"the model \(FSDPSequential\) is sharded by fully_shard"):
+        PrivateStep(model, classify, noise_multiplier=1.0, expected_batch_size=1)
+
+
 def refused(model: nn.Module, batch: Any, message: str, loss: Any = classify) -> None:
     """Both `check` and the first `accumulate` say so."""
     with pytest.raises(ValueError, match=message):

@@ -192,7 +192,7 @@ def test_one_of_several_processes_is_refused_before_anything_is_drawn(by: str, m
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     monkeypatch.setattr("pmlf.mechanism.noise.os.urandom", lambda count: pytest.fail("something was drawn"))
     with pytest.raises(ValueError, match="is called in one of 4 processes"):
-        private()
+        private(group=None)
 
 
 def test_a_single_process_may_be_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

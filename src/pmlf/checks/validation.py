@@ -54,6 +54,17 @@ def refuse_unsafe_model(model: nn.Module, gradients: Gradients = "ghost") -> Non
 def _unsafe(module: nn.Module) -> str | None:
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return "adds up gradients of several copies before they are clipped: give the model inside it (its .module)"
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    if "FullyShardedDataParallel" in kinds:
+        return "is sharded by FSDP, where a sample's gradient cannot be seen: give the model as it was before"
+    if "FSDPModule" in kinds:
+        return (
+            "is sharded by fully_shard, where each rank holds a part of every parameter: give the model as it was "
+            "before; a process group shares its steps, and every rank holds all of it"
+        )
+    for name, parameter in module._parameters.items():
+        if type(parameter).__name__ == "DTensor":
+            return f"has a parameter {name!r} that is spread over devices (DTensor): give the model as it was before"
     if isinstance(module, torch.jit.ScriptModule):
         return "is compiled by torch.jit, where the layers cannot be seen: give the model as it was before"
     # In eval mode, with its own statistics, it mixes nothing; in training mode every step would refuse their change.

@@ -20,6 +20,7 @@ from pmlf.cli.report import Report
 from pmlf.cli.reproduce import Reproduce
 from pmlf.cli.training import Compare, Train
 from pmlf.cli.use import Evaluate, Export, Predict
+from pmlf.parallel.failure import RankFailed
 
 _AnyCommand = (
     Annotated[Train, tyro.conf.subcommand("train")]
@@ -74,6 +75,9 @@ def main(argv: list[str] | None = None) -> int:
             return INTERRUPTED
         except BrokenPipeError:  # the reader of the output has ended, as in `pmlf filter | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except RankFailed as failure:
+            say(f"error: {failure}")
             return 1
         except (ValueError, OSError) as error:
             say(f"error: {in_words_of_the_command_line(error, command)}")

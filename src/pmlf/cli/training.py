@@ -21,6 +21,7 @@ from pmlf.experiments.spec import RunSpec, Setting, comparison, shown_default
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from pmlf.checks.inspection import Checked
+    from pmlf.parallel.processes import Processes
 
 _Setting = Annotated[Setting, tyro.conf.arg(name="")]  # no prefix: its options are options of the command
 
@@ -62,6 +63,7 @@ class Train(TrainingCommand):
     gets spec.json, metrics.jsonl (one line per epoch), model.safetensors, certificate.json, certificate.html,
     result.json and a ledger of the privacy spent. Ctrl-C stops a run early and keeps its results; --resume continues a
     stopped or crashed run. Epsilon is for adding or removing one training record. Test records are not protected.
+    `torchrun --nproc-per-node 2 -m pmlf train ...` runs the same on two processes.
     """
 
     method: str = "dp-pmlf"
@@ -93,21 +95,31 @@ class Train(TrainingCommand):
     mlflow (at MLFLOW_TRACKING_URI). The last three are extras: `pip install 'dp-pmlf[tensorboard]'`."""
 
     def execute(self) -> int:
-        from pmlf.experiments import runner
-        from pmlf.integrations import loggers
+        from pmlf.parallel.launch import launched
 
         if self.check_on_data and not sys.stderr.isatty():
             raise ValueError(
                 "--check-on-data shows numbers computed from private records: run it on a terminal, not with a file or "
                 "a pipe as stderr"
             )
-        self.warn()
-        if self.diagnostics:
-            say(f"warning: --diagnostics records measurements of gradients, {SENSITIVE_NOTE}")
-        spec, out = self._resumed(self.resume) if self.resume else self._new()
+        with launched("pmlf train") as processes:
+            return self._train(processes)
+
+    def _train(self, processes: Processes) -> int:
+        from pmlf.experiments import runner
+        from pmlf.integrations import loggers
+
+        first = processes.rank == 0
+        if first:
+            self.warn()
+            if self.diagnostics:
+                say(f"warning: --diagnostics records measurements of gradients, {SENSITIVE_NOTE}")
+        spec, out = processes.by_first(lambda: self._resumed(self.resume) if self.resume else self._new())
         if spec.model == linear_training.MODEL:
+            if processes.size > 1:
+                raise ValueError(f"--model {spec.model} trains on one process: start it without torchrun")
             return _ended(linear_training.train(self, spec, out))
-        console = Console(stderr=True)
+        console = Console(stderr=True, quiet=not first)
         with train_progress(console) as observer:
             result = runner.run(
                 spec,
@@ -120,8 +132,10 @@ class Train(TrainingCommand):
                 checkpoint_every=self.checkpoint_every,
                 diagnostics=self.diagnostics,
                 show_check=partial(_print_check, console) if self.check_on_data else None,
-                callbacks=[loggers.by_name(name, out) for name in self.log],
+                callbacks=[loggers.by_name(name, out) for name in self.log if first],
             )
+        if not first:
+            return _exit_code(result.interrupted_by) if result.interrupted_by else 0
         self.show(result.to_json(), display.run_summary(result))
         return _ended(result)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,6 +18,29 @@ _WEIGHTS = torch.randint(-(2**62), 2**62, (_ROW,), generator=torch.Generator().m
 def fingerprint(parameters: Iterable[Tensor]) -> Fingerprint:
     """Version and a digest of the bits of each parameter."""
     return tuple((p._version, bit_digest(p.detach())) for p in parameters)
+
+
+def refuse_written(parameters: Mapping[str, Tensor], before: Fingerprint) -> None:
+    """Forward passes must leave every parameter unchanged, bit by bit.
+
+    The first passes over a model are checks, which restore what was written. Keeping a copy at every later step would
+    cost as much memory as the gradients do, so here a parameter that was written is filled with NaN.
+    """
+    bits = zip(parameters, fingerprint(parameters.values()), before, strict=True)
+    changed = [name for name, (_, now), (_, earlier) in bits if now != earlier]
+    for name in changed:
+        parameters[name].data.fill_(math.nan)
+    if changed:
+        raise RuntimeError(
+            f"the forward pass wrote into the parameter {changed[0]!r}, which would carry the data without noise: it "
+            "is filled with NaN now. Change the model so that it does not write its parameters, and load a checkpoint"
+        )
+
+
+def summary(tensors: Iterable[Tensor]) -> int:
+    """A 63-bit number from the bits of all tensors: the same in every process that holds the same."""
+    text = " ".join(str(bit_digest(tensor.detach())) for tensor in tensors)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def bit_digest(tensor: Tensor) -> int:

@@ -68,6 +68,17 @@ class Plan:
                 convolved.update(name for local, name in own.items() if local == "weight")
         return cls(parameters=tuple(names.values()), watched=tuple(watched), convolved=frozenset(convolved))
 
+    def unchanged(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """The trainable ones of a model's parameters; RuntimeError if they are others than planned."""
+        named = {name: p for name, p in parameters.items() if p.requires_grad}
+        if tuple(named) != self.parameters:
+            changed = sorted(set(named) ^ set(self.parameters))
+            raise RuntimeError(
+                f"the set of trainable parameters changed since the step was built ({', '.join(changed)}): "
+                "build a new PrivateStep"
+            )
+        return named
+
     def passes(self, samples: int) -> Iterator[slice]:
         """Which samples of a micro-batch share a pass, in their order."""
         return (slice(start, min(start + self.in_a_pass, samples)) for start in range(0, samples, self.in_a_pass))

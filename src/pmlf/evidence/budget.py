@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pmlf.evidence.ledger import Ledger, Position
@@ -18,8 +18,9 @@ from pmlf.mechanism.composition import composed_epsilon
 class MemoryLedger:
     """Counts events in memory, for a run without a ledger file."""
 
-    dataset = None
-    position = None
+    dataset: str | None = None
+    position: Position | None = None
+    on_disk = False
 
     def __init__(self) -> None:
         self.run = secrets.token_hex(8)
@@ -34,6 +35,27 @@ class MemoryLedger:
         self.tally.add(step)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """What a budget knows from its ledger: rank 0 tells it to the other ranks of a run, which have none."""
+
+    run: str
+    beginning: str
+    tally: Tally
+    dataset: str | None
+    position: Position | None
+    on_disk: bool
+
+
+class MirroredLedger(MemoryLedger):
+    """Counts, on another rank, the events that rank 0 writes to its ledger. No other run can write to that one."""
+
+    def __init__(self, account: Account) -> None:
+        super().__init__()
+        self.run, self.tally = account.run, account.tally
+        self.dataset, self.position, self.on_disk = account.dataset, account.position, account.on_disk
+
+
 class BudgetGuard:
     """Compares what a run, and all runs in its ledger, have spent with the target epsilon.
 
@@ -45,6 +67,7 @@ class BudgetGuard:
         plan: What the run is going to spend.
         replayable: Whether a seed makes repeated steps release the same numbers.
         ledger: The ledger to write to; None counts in memory.
+        mirrored: What rank 0 knows, on any other rank of a run.
 
     >>> event = Event(noise_multiplier=1.0, sample_rate=0.1)
     >>> guard = BudgetGuard(PrivacyPlan(event=event, steps=20, delta=1e-5, target_epsilon=2.0), replayable=False)
@@ -54,10 +77,18 @@ class BudgetGuard:
     (2, True)
     """
 
-    def __init__(self, plan: PrivacyPlan, *, replayable: bool, ledger: Ledger | None = None) -> None:
-        self._ledger = ledger or MemoryLedger()
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        *,
+        replayable: bool,
+        ledger: Ledger | None = None,
+        mirrored: Account | None = None,
+    ) -> None:
+        self._ledger = ledger or (MirroredLedger(mirrored) if mirrored else MemoryLedger())
         self._plan = plan
-        trial = Trial(run=self._ledger.run, beginning=secrets.token_hex(8), plan=plan)
+        beginning = mirrored.beginning if mirrored else secrets.token_hex(8)
+        trial = Trial(run=self._ledger.run, beginning=beginning, plan=plan)
         self._session = Session.of(trial, replayable=replayable)
         self._affordable = 0  # this many events of the plan's kind fit the target ...
         self._beside: dict[Event, int] = {}  # ... beside these
@@ -74,6 +105,19 @@ class BudgetGuard:
     def dataset(self) -> str | None:
         """The dataset's name in the ledger; None without a ledger."""
         return self._ledger.dataset
+
+    @property
+    def account(self) -> Account:
+        """What the other ranks of a run mirror."""
+        book = self._ledger
+        return Account(
+            run=book.run,
+            beginning=self._session.beginning,
+            tally=book.tally,
+            dataset=book.dataset,
+            position=book.position,
+            on_disk=book.on_disk,
+        )
 
     @property
     def tally(self) -> Tally:
@@ -111,7 +155,7 @@ class BudgetGuard:
     @property
     def guards_longer_plans(self) -> bool:
         """Whether a plan may be made longer: this needs a ledger that records it, and a target to stop at."""
-        return isinstance(self._ledger, Ledger) and self._plan.target_epsilon is not None
+        return self._ledger.on_disk and self._plan.target_epsilon is not None
 
     def claim(self) -> float | None:
         """The epsilon that holds for everything in the ledger, whatever results were seen; None if none does."""
@@ -167,8 +211,19 @@ class BudgetGuard:
             return True
         return composed_epsilon(after, delta=plan.delta) <= target
 
-    def spend(self, step: int) -> None:
-        """Record that an event is about to be released; with a ledger it is on the disk when this returns."""
+    def spend(self, step: int) -> Position | None:
+        """Record that an event is about to be released; with a ledger it is on the disk when this returns.
+
+        Returns:
+            The end of the ledger; None without one.
+        """
+        self._ledger.spend(self._session, step=step)
+        return self._ledger.position
+
+    def mirror(self, step: int, position: Position | None) -> None:
+        """Count a step that rank 0 has recorded, on another rank."""
+        assert isinstance(self._ledger, MirroredLedger)
+        self._ledger.position = position
         self._ledger.spend(self._session, step=step)
 
     def epsilon(self) -> float:
@@ -195,7 +250,7 @@ class BudgetGuard:
             ValueError: The state was saved with another ledger, or with one where this run has none.
         """
         position, events = state["position"], state["events"]
-        if (position is None) != isinstance(self._ledger, MemoryLedger):
+        if (position is None) == self._ledger.on_disk:
             raise ValueError(
                 "the state was saved without a ledger, so its steps are not in this one: resume without a ledger"
                 if position is None
@@ -204,7 +259,7 @@ class BudgetGuard:
         if isinstance(self._ledger, Ledger):
             self._ledger.require(Position(**position))
         self._session = replace(self._session, beginning=state["beginning"])
-        if isinstance(self._ledger, MemoryLedger):
+        if not self._ledger.on_disk:
             for step in range(self.tally.events_since(self._session.beginning), events):
                 self._ledger.spend(self._session, step=step)
 

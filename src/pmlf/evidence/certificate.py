@@ -54,6 +54,7 @@ class CertifiedRun:
         reproducible: Whether a seed reproduces the noise.
         independence: How the independence of samples is known.
         watched: Whether samples of every step are run again alone.
+        processes: The number of processes that take every step together.
     """
 
     method: Method
@@ -66,6 +67,7 @@ class CertifiedRun:
     reproducible: bool
     independence: str
     watched: bool
+    processes: int = 1
 
 
 def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
@@ -108,6 +110,7 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
             "reproducible_noise": run.reproducible,
             "independence_of_samples": run.independence,
             "watched_at_every_step": run.watched,
+            "processes": run.processes,
             "trials": [_trial(trial, budget.tally.parts_of(trial)) for trial in budget.tally.trials],
             "not_accounted_for": list(NOT_ACCOUNTED_FOR),
             "versions": _versions(),

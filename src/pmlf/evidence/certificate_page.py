@@ -102,6 +102,7 @@ def _method(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("noise", document["randomness"]),
         ("samples are independent", document.get("independence_of_samples", "not stated")),
         ("checked at every step", "yes" if document.get("watched_at_every_step") else "no"),
+        ("processes", str(document.get("processes", 1))),
     ]
 
 

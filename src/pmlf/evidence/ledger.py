@@ -62,6 +62,8 @@ class Ledger:
     Counter({Event(noise_multiplier=1.0, sample_rate=0.1): 1})
     """
 
+    on_disk = True
+
     def __init__(self, path: Path | str, *, dataset: str, run: str | None = None) -> None:
         self.path = Path(path)
         self._place = self.path.absolute()  # the working directory may change

@@ -198,7 +198,7 @@ def read_statement(document: Mapping[str, Any]) -> Statement:
         Contradiction: Its numbers contradict each other.
     """
     entries = JsonObject(document, "the certificate")
-    entries.require(*_NAMES, optional=(_SPEC, _INDEPENDENCE, _WATCHED, _QUERIES))
+    entries.require(*_NAMES, optional=(_SPEC, _INDEPENDENCE, _WATCHED, _QUERIES, _PROCESSES))
     for name, value in _FIXED.items():
         entries.same(name, value)
     _check_description(entries)
@@ -293,7 +293,7 @@ _TRIAL = (
     "events",
 )
 _SPEC = "spec_digest"  # of the run folder, if there is one
-_INDEPENDENCE, _WATCHED = "independence_of_samples", "watched_at_every_step"
+_INDEPENDENCE, _WATCHED, _PROCESSES = "independence_of_samples", "watched_at_every_step", "processes"
 _QUERIES = "queries"  # what is released before the steps, if anything
 _VERSIONS = ("python", "torch", "dp-accounting", "dp-pmlf")
 
@@ -311,6 +311,8 @@ def _check_description(entries: JsonObject) -> None:
         entries.text(_INDEPENDENCE)
     if entries.has(_WATCHED):
         entries.truth(_WATCHED)
+    if entries.has(_PROCESSES):
+        entries.count(_PROCESSES, least=1)
     if entries.truth("reproducible_noise") != seeded:
         raise Contradiction("reproducible_noise is not what its randomness says")
     method = entries.part("method")

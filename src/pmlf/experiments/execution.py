@@ -74,7 +74,7 @@ class Execution:
                     self._observer.stepped(private.steps_done, None)
                 for batch in islice(private.batches(), self._steps - private.steps_done):
                     self._step(batch)
-                    if interruption.by:
+                    if private.processes.by_first(lambda: interruption.by):
                         break
             signalled_by = interruption.by
             if private.steps_done < self._steps:
@@ -147,6 +147,15 @@ class Execution:
             self.folder.write_models(self.private)
             self.task.write_form(self.folder.path)
         self.folder.write_certificate(self.private, self.progress.not_accounted_for)
+
+
+def follow(spec: RunSpec, private: PrivateRun) -> None:
+    """Take the remaining steps on a rank other than 0, which evaluates and writes alone, and decides when to stop."""
+    with _deferred_signals():  # rank 0 receives them too
+        for batch in islice(private.batches(), spec.steps_to_take(private.steps) - private.steps_done):
+            private.step(batch)
+            if private.processes.by_first(lambda: None):
+                break
 
 
 def _evaluation(private: PrivateRun, task: Task, training_loss: float | None) -> Evaluation:

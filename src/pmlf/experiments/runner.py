@@ -23,13 +23,14 @@ from pmlf.checks.inspection import Checked, check
 from pmlf.evidence.ledger import Ledger
 from pmlf.experiments import tasks
 from pmlf.experiments.diagnostics import Probe
-from pmlf.experiments.execution import Execution, LossMeter
+from pmlf.experiments.execution import Execution, LossMeter, follow
 from pmlf.experiments.folder import RunFolder, resumed_spec
 from pmlf.experiments.progress import RunProgress
 from pmlf.experiments.results import RunObserver, RunResult, SilentObserver, comparison_json
 from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.tasks import Task
 from pmlf.mechanism.noise import SeededRandomness
+from pmlf.parallel.processes import Processes, joined
 from pmlf.run.callbacks import Callback
 from pmlf.run.making import make_private
 from pmlf.run.private_run import PrivateRun
@@ -55,7 +56,7 @@ def run(
 
     SIGINT, SIGTERM or a KeyboardInterrupt from the observer stop the run after the current step. Results and a
     checkpoint are then in the folder. A run that fails before its first step leaves no folder. The process keeps freed
-    memory from then on.
+    memory from then on. In a process group all ranks call it with the same arguments; rank 0 alone has the folder.
 
     Args:
         spec: The run.
@@ -76,14 +77,23 @@ def run(
     """
     if checkpoint_every is not None:
         require_count("checkpoint_every", checkpoint_every, "it is the number of steps between checkpoints")
+    processes = joined("auto", "pmlf.experiments.runner.run")
+    if processes.size > 1 and (show_sensitive or diagnostics or show_check is not None):
+        raise ValueError(
+            f"`show_sensitive`, `diagnostics` and `check_on_data` see the samples of one of {processes.size} processes "
+            "only: leave them out, or start a single process"
+        )
     folder = RunFolder(Path(out))
-    spec, saved, finished = _found(folder, spec, resume=resume, diagnostics=diagnostics)
+    spec, saved, finished = processes.by_first(lambda: _found(folder, spec, resume=resume, diagnostics=diagnostics))
     if finished is not None:
         return finished
     machine.keep_freed_memory()
     task = tasks.prepare(spec, None if data_dir is None else Path(data_dir))
     spec = spec.resolved(task.records)
-    progress = _progress(spec, task, saved, None if ledger is None else Path(ledger))
+    shared = None if ledger is None else Path(ledger)
+    progress = processes.by_first(lambda: _progress(spec, task, saved, shared))
+    if processes.rank > 0:
+        return _followed(spec, task, progress, saved, processes)
     progress.sensitive_shown |= show_sensitive
     progress.diagnosed |= diagnostics
     if saved is None:
@@ -91,7 +101,25 @@ def run(
     with _opened_ledger(folder, progress, spec.dataset, new=saved is None) as opened:
         execution = _execution(spec, task, folder, progress, saved, opened, show_sensitive, diagnostics, show_check)
         execution.private.callbacks.extend(callbacks)
-        return execution.run(observer or SilentObserver(), checkpoint_every)
+        result = execution.run(observer or SilentObserver(), checkpoint_every)
+    return processes.by_first(lambda: result)
+
+
+def _followed(
+    spec: RunSpec, task: Task, progress: RunProgress, saved: Mapping[str, Any] | None, processes: Processes
+) -> RunResult:
+    """The run on a rank other than 0: its steps alone. Rank 0 has the folder and the ledger, and tells the result."""
+    progress.check(task, seeded=spec.seed is not None)
+    with progress.same_threads():
+        private = _private_run(spec, task, None, None)
+        if saved is not None:
+            _restore(private, saved["run"])
+        follow(spec, private)
+    return processes.by_first(_of_rank_0)
+
+
+def _of_rank_0() -> RunResult:
+    raise AssertionError("rank 0 tells the result")
 
 
 def compare(
@@ -233,7 +261,7 @@ def _restore(private: PrivateRun, state: dict[str, Any]) -> None:
         )
 
 
-def _private_run(spec: RunSpec, task: Task, losses: LossMeter | None, ledger: Ledger) -> PrivateRun:
+def _private_run(spec: RunSpec, task: Task, losses: LossMeter | None, ledger: Ledger | None) -> PrivateRun:
     device = _device(spec.device)
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:

@@ -49,6 +49,17 @@ class Stream:
         require_count("count", count, "it counts 64-bit words", least=0, most=_MOST_WORDS)
         return self._fill(np.empty(count, dtype=np.uint64))
 
+    def seek(self, word: int) -> None:
+        """Continue at a word of the stream, counted from its start. `word` is even: a block holds two words.
+
+        >>> one, other = Stream(bytes(32)), Stream(bytes(32))
+        >>> other.seek(4)
+        >>> one.words(6)[4:] == other.words(2)
+        array([ True,  True])
+        """
+        assert word % 2 == 0
+        self._cipher.reset_nonce((word // 2).to_bytes(16))
+
     def _fill(self, found: NDArray[np.uint64]) -> NDArray[np.uint64]:
         room = memoryview(found.data).cast("B")
         for start in range(0, len(room), 8 * CHUNK):
@@ -141,6 +152,11 @@ class _Work:
         self.gaussians = torch.empty(min(summands, 2), even, dtype=torch.float64)  # the sum so far, and the next
 
 
+def gaussian_words(count: int, *, hardened: bool) -> int:
+    """The number of words of a stream that `add_gaussian_` takes for a tensor of `count` numbers."""
+    return (count + count % 2) * (SUMMANDS if hardened else 1)
+
+
 @dataclass(frozen=True)
 class SecureRandomness:
     """Streams with a fresh 32-byte key of the operating system each. It holds no key that could leak or be reused.
@@ -187,6 +203,31 @@ class SeededRandomness:
     def seed_for(self, purpose: str, *numbers: int) -> int:
         """A 63-bit number that depends on the seed, purpose and numbers, for generators that take a seed."""
         return self.stream(purpose, *numbers).seed()
+
+
+class SharedRandomness:
+    """Streams that every process with the same secret key has in common; the key stays in memory.
+
+    Args:
+        key: 32 bytes of the operating system.
+
+    >>> one, other = SharedRandomness(bytes(32)), SharedRandomness(bytes(32))
+    >>> one.stream("sampling", 3).seed() == other.stream("sampling", 3).seed()
+    True
+    """
+
+    reproducible = False
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def __getstate__(self) -> None:
+        raise TypeError("a key is secret: it cannot be copied or pickled")
+
+    def stream(self, purpose: str, *numbers: int) -> Stream:
+        """The stream of this purpose and these numbers, from its start."""
+        text = "/".join(["pmlf", purpose, *map(str, numbers)])
+        return Stream(hashlib.blake2b(text.encode(), key=self._key, digest_size=32).digest())
 
 
 Randomness = SecureRandomness | SeededRandomness

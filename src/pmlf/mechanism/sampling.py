@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pmlf.basics.arguments import is_number, require_count
 from pmlf.basics.batches import to_device
-from pmlf.mechanism.noise import Randomness
+from pmlf.mechanism.noise import Randomness, SharedRandomness
 from pmlf.mechanism.records import Records
 
 
@@ -75,6 +75,9 @@ class PoissonBatches:
         device: The device that micro-batches are moved to.
         lengths: One number per record. Records of similar length share a micro-batch, which saves padding.
         together: Load records through the dataset's `__getitems__`, if they are known to be the same that way.
+        rank: Which of `ranks` processes this is. All draw the same batch and cut it into the same micro-batches; this
+            one loads the micro-batches rank, rank + ranks, ...
+        ranks: The number of processes that share every batch.
 
     Raises:
         ValueError: An argument is out of range, or the dataset cannot be sampled by index.
@@ -90,13 +93,15 @@ class PoissonBatches:
         dataset: Any,
         *,
         expected_batch_size: float,
-        randomness: Randomness,
+        randomness: Randomness | SharedRandomness,
         max_physical_batch_size: int = 256,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         device: torch.device | str = "cpu",
         lengths: NDArray[np.int64] | None = None,
         together: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self.population = population(dataset)
         if not (is_number(expected_batch_size) and 0.0 < expected_batch_size <= self.population):
@@ -119,7 +124,9 @@ class PoissonBatches:
         if lengths is not None and len(lengths) != self.population:
             raise ValueError(f"lengths has {len(lengths)} numbers for {self.population} records: give one per record")
         self._lengths = lengths
+        self._rank, self._ranks = rank, ranks
         self._drawn: dict[int, NDArray[np.int64]] = {}  # by step, for the steps not done yet
+        self._taken: Counter[int] = Counter()  # how often a step was taken
 
     def __getstate__(self) -> None:
         raise TypeError(
@@ -155,17 +162,23 @@ class PoissonBatches:
 
     def passed(self, step: int) -> None:
         """Forget a step's draw. If the step is taken again from a saved state, it is a new event and a new draw."""
-        self._drawn.pop(step, None)
+        if self._drawn.pop(step, None) is not None:
+            self._taken[step] += 1
 
     def draw(self, step: int) -> list[NDArray[np.int64]]:
-        """A step's draw as the indices of each micro-batch, in order of index, or of length if lengths are given."""
+        """A step's draw as the indices of each micro-batch, in order of index, or of length if lengths are given.
+
+        With several ranks: of the micro-batches of this rank.
+        """
         if step not in self._drawn:
-            self._drawn[step] = self._randomness.stream("sampling", step).chosen(self.population, self.rate)
+            again = (self._taken[step],) if isinstance(self._randomness, SharedRandomness) else ()
+            stream = self._randomness.stream("sampling", step, *again)
+            self._drawn[step] = stream.chosen(self.population, self.rate)
         chosen = self._drawn[step]
         if self._lengths is not None:
             chosen = chosen[np.argsort(self._lengths[chosen], kind="stable")]
         size = self.max_physical_batch_size
-        return [chosen[i : i + size] for i in range(0, len(chosen), size)]
+        return [chosen[i : i + size] for i in range(0, len(chosen), size)][self._rank :: self._ranks]
 
 
 class _Draws:

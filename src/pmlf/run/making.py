@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,7 +20,7 @@ from pmlf.engine.augmentation import Augmentation
 from pmlf.engine.momentum import Clipping
 from pmlf.engine.passes import LossFunction
 from pmlf.engine.plan import Gradients
-from pmlf.evidence.budget import BudgetGuard, continued_noise
+from pmlf.evidence.budget import continued_noise
 from pmlf.evidence.ledger import Ledger
 from pmlf.evidence.tally import PrivacyPlan
 from pmlf.mechanism import accounting
@@ -31,6 +29,7 @@ from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
 from pmlf.mechanism.records import Collate, alone, collation, steady, takes_together
 from pmlf.mechanism.sampling import PoissonBatches, population
 from pmlf.methods import Method
+from pmlf.parallel.processes import Group, joined
 from pmlf.run.averaging import ParameterAverage
 from pmlf.run.evaluation import confusion_matrix
 from pmlf.run.iteration import Epochs
@@ -39,6 +38,7 @@ from pmlf.run.names import OF_OPACUS, known_arguments_only, refuse_wrapped
 from pmlf.run.private_run import PrivateRun
 from pmlf.run.scheduling import Interval, checked_interval
 from pmlf.run.sizing import EXAMPLES, physical_batch_size
+from pmlf.run.together import budget_of, facts_of_plan, facts_of_records, shared_draws
 from pmlf.step import PrivateStep
 
 _COLLATED = 256  # records on which the collate function is checked, beside the shortest and the longest
@@ -77,6 +77,7 @@ def make_private(
     lengths: NDArray[np.int64] | None = None,
     num_workers: int = 0,
     device: torch.device | str | None = None,
+    group: Group = "auto",
 ) -> PrivateRun:
     """Build a `PrivateRun`: T private steps that together are (target_epsilon, target_delta)-DP.
 
@@ -126,12 +127,16 @@ def make_private(
             neither the draw nor the step.
         num_workers: The number of processes that load records.
         device: The device to train on; None leaves the model where it is.
+        group: The processes that take every step together. "auto" joins the default process group of
+            `torch.distributed` if there is one, as under `torchrun`; a process group joins that one. Every rank gives
+            the same arguments, except that only rank 0 has the ledger.
 
     Returns:
         The run. Use it as `for batch in run.batches(): run.step(batch)`.
 
     Raises:
-        ValueError: An argument is out of range, or the model, loss, optimizer or dataset cannot be private.
+        ValueError: An argument is out of range or differs between ranks, or the model, loss, optimizer or dataset
+            cannot be private.
 
     >>> from torch.nn.functional import cross_entropy
     >>> from torch.utils.data import TensorDataset
@@ -148,20 +153,22 @@ def make_private(
     >>> run.steps_done, 0.99 < run.epsilon() <= 1.0
     (8, True)
     """
-    _refuse_many_processes()
+    processes = joined(group, "make_private")
     refuse_wrapped(model, optimizer)
     load = loading(dataset, plain(batch_size), collate_fn, num_workers)
     dataset, batch_size, collate_fn, num_workers = load.dataset, load.batch_size, load.collate_fn, load.num_workers
     records = population(dataset)
     epsilon, delta = plain(target_epsilon), _checked_delta(plain(target_delta), records)
     planned = planned_steps(plain(epochs), plain(steps), records, batch_size)
-    z = _noise_multiplier(plain(noise_multiplier), epsilon, delta, _sample_rate(batch_size, records), planned, ledger)
+    rate, given_noise = _sample_rate(batch_size, records), plain(noise_multiplier)
+    z = processes.by_first(lambda: _noise_multiplier(given_noise, epsilon, delta, rate, planned, ledger))
     event = Event(noise_multiplier=z, sample_rate=batch_size / records)
     plan = PrivacyPlan(event=event, steps=planned, delta=delta, target_epsilon=epsilon)
     randomness = _randomness(seed)
     _check_optimizer(model, optimizer)
     epoch_count = Epochs(records=records, batch_size=batch_size, steps=planned).count
     interval = checked_interval(scheduler, scheduler_interval, optimizer, steps=planned, epochs=epoch_count)
+    processes.require_same(facts_of_plan(plan, optimizer, scheduler, ema, max_physical_batch_size))
     if device is not None:
         model.to(device)
     private_step = PrivateStep(
@@ -177,23 +184,27 @@ def make_private(
         secure_noise=secure_noise,
         gradients=gradients,
         assume_independent_samples=assume_independent_samples,
+        group=processes,
     )
+    processes.require_same(facts_of_records(dataset, collate_fn, lengths, processes))
     together = _check_records(private_step, dataset, collate_fn, lengths)
     if isinstance(max_physical_batch_size, str) and max_physical_batch_size == "auto":
         max_physical_batch_size = _measured_size(private_step, dataset, collate_fn)
     sampler = PoissonBatches(
         dataset,
         expected_batch_size=batch_size,
-        randomness=randomness,
+        randomness=shared_draws(randomness, processes),
         max_physical_batch_size=max_physical_batch_size,
         collate_fn=collate_fn,
         num_workers=num_workers,
         device=private_step.trained[0].device,
         lengths=lengths,
         together=together,
+        rank=processes.rank,
+        ranks=processes.size,
     )
     average = None if ema is None else ParameterAverage(ema)
-    budget = BudgetGuard(plan, replayable=randomness.reproducible, ledger=ledger)
+    budget = budget_of(plan, randomness.reproducible, ledger, processes)
     return PrivateRun(private_step, sampler, optimizer, scheduler, average, budget, interval)
 
 
@@ -260,19 +271,6 @@ def planned_steps(epochs: float | None, steps: int | None, records: int, batch_s
         return steps
     assert epochs is not None
     return steps_of_epochs(epochs, records, batch_size)
-
-
-def _refuse_many_processes() -> None:
-    """One process accounts for a run: each of several would draw, release and spend by itself."""
-    group = dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
-    given = os.environ.get("WORLD_SIZE", "1")
-    launched = int(given) if given.isdecimal() else 1
-    processes = max(dist.get_world_size() if group else 1, launched)
-    if processes > 1:
-        raise ValueError(
-            f"make_private is called in one of {processes} processes (torch.distributed or WORLD_SIZE={given}), and "
-            "each would draw and spend by itself: start a single process, with python and not with torchrun"
-        )
 
 
 def _checked_delta(delta: float, records: int) -> float:
@@ -379,4 +377,6 @@ def _measured_size(step: PrivateStep, dataset: Any, collate_fn: Collate | None) 
     """The micro-batch size that fits memory and is fast; nearly all draws have at most B + 4 sqrt(B) samples."""
     records, expected = len(dataset), step.settings.expected_batch_size
     example = (collate_fn or default_collate)([alone(dataset, index) for index in range(min(EXAMPLES, records))])
-    return physical_batch_size(step, example, most=min(math.ceil(expected + 4 * math.sqrt(expected)), records))
+    drawn = min(math.ceil(expected + 4 * math.sqrt(expected)), records)
+    size = physical_batch_size(step, example, most=math.ceil(drawn / step.processes.size))  # some for every rank
+    return step.processes.by_first(lambda: size)

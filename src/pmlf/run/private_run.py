@@ -15,11 +15,13 @@ from pmlf.basics.arguments import steps_of_epochs
 from pmlf.evidence.budget import BudgetGuard
 from pmlf.evidence.certificate import CertifiedRun, certificate
 from pmlf.mechanism.sampling import LogicalBatch, PoissonBatches
+from pmlf.parallel.processes import Processes
 from pmlf.run.averaging import ParameterAverage
 from pmlf.run.callbacks import Callbacks, EndRecord, EvaluationRecord
 from pmlf.run.description import as_html, as_text, run_facts
 from pmlf.run.iteration import Batches, Epoch, Epochs, remaining_epochs
 from pmlf.run.scheduling import Interval
+from pmlf.run.together import affords, spend
 from pmlf.step import PrivateStep
 
 _STATE = (  # the entries of PrivateRun.state_dict()
@@ -132,6 +134,11 @@ class PrivateRun:
         """False after a step that was interrupted between its release and the update of the parameters."""
         return self._between_steps
 
+    @property
+    def processes(self) -> Processes:
+        """The processes that take every step together: `run.processes.rank` of `run.processes.size`."""
+        return self.private_step.processes
+
     def batches(self) -> Batches:
         """The logical batches of the remaining steps. Pass each one to `step` once, in order, also an empty one.
 
@@ -148,7 +155,7 @@ class PrivateRun:
 
     def _issued(self) -> Iterator[LogicalBatch]:
         for batch in self._sampler.batches(self.steps_done, self.steps):
-            if not self.budget.affords(batch.step):
+            if not affords(self.budget, batch.step, self.processes):
                 break
             self._due = batch
             yield batch
@@ -176,42 +183,26 @@ class PrivateRun:
     def step(self, batch: LogicalBatch) -> None:
         """Take one private step: accumulate the batch, record the event, release, and update the parameters.
 
-        If it fails before the event is recorded, nothing is spent and the parameters are unchanged.
+        If it fails before the event is recorded, nothing is spent and the parameters are unchanged. If one of several
+        ranks fails, all of them raise, and none releases anything.
 
         Args:
             batch: The batch that `batches` issued last.
 
         Raises:
             ValueError: The batch was not issued by `batches`, was used, or belongs to another step.
-            RuntimeError: The target epsilon leaves no room, or `private_step` was used outside of the run.
+            RuntimeError: The target epsilon leaves no room, `private_step` was used elsewhere, or another rank failed.
         """
-        if not isinstance(batch, LogicalBatch) or batch is not self._due or batch.used:
-            raise ValueError(
-                "this batch was not issued by run.batches(), or was used already: pass each issued batch to run.step "
-                "once"
-            )
-        if batch.step != self.steps_done:
-            raise ValueError(
-                f"this batch belongs to step {batch.step}, and step {self.steps_done} is next: call run.batches() again"
-            )
-        self._refuse_foreign_releases()
-        if self.private_step.pending:
-            raise RuntimeError(
-                "samples were accumulated outside run.step, and the sampler did not draw them: call "
-                "run.private_step.discard() to forget them"
-            )
-        if not self.budget.affords(batch.step):
-            raise RuntimeError(
-                "another run has spent from the same ledger since this batch was drawn, and the target epsilon leaves "
-                "no room for this step: stop here"
-            )
-        self._due = None
         try:
-            for indices, micro_batch in batch.numbered():
-                self.private_step.accumulate(micro_batch, samples=indices)
-            self.budget.spend(batch.step)  # on the disk before the release
+            with self.private_step.agreement():  # every rank has done its part, or all of them raise
+                self._refuse_other(batch)
+                self._due = None
+                for indices, micro_batch in batch.numbered():
+                    self.private_step.accumulate(micro_batch, samples=indices)
+            spend(self.budget, batch.step, self.processes)  # on the disk before the release
         except BaseException:
-            self.private_step.discard()
+            if self._due is None:
+                self.private_step.discard()
             raise
         self._between_steps = False
         self._sampler.passed(batch.step)
@@ -227,6 +218,24 @@ class PrivateRun:
             self._average.update(self.private_step.trained)
         self._between_steps = True
         self.callbacks.stepped()
+
+    def _refuse_other(self, batch: LogicalBatch) -> None:
+        """Raise unless the batch is the one that is due, and nothing was done outside of the run."""
+        if not isinstance(batch, LogicalBatch) or batch is not self._due or batch.used:
+            raise ValueError(
+                "this batch was not issued by run.batches(), or was used already: pass each issued batch to run.step "
+                "once"
+            )
+        if batch.step != self.steps_done:
+            raise ValueError(
+                f"this batch belongs to step {batch.step}, and step {self.steps_done} is next: call run.batches() again"
+            )
+        self._refuse_foreign_releases()
+        if self.private_step.pending:
+            raise RuntimeError(
+                "samples were accumulated outside run.step, and the sampler did not draw them: call "
+                "run.private_step.discard() to forget them"
+            )
 
     def log_evaluation(self, scores: Mapping[str, float]) -> None:
         """Pass scores on unprotected records to the callbacks, with the epsilon spent so far.
@@ -295,6 +304,7 @@ class PrivateRun:
             reproducible=step.randomness.reproducible,
             independence=str(step.independence or "not looked at: no sample was seen since the run was built"),
             watched=step.watched,
+            processes=self.processes.size,
         )
         return certificate(run, self.budget)
 

@@ -1,0 +1,1 @@
+"""Several processes that take one private step together (`torch.distributed`)."""

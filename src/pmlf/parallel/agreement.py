@@ -1,0 +1,63 @@
+"""What the ranks must agree on: before the first step the same model, and at every step the same iterate, no error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from pmlf.engine.anatomy import Anatomy
+from pmlf.engine.fingerprint import summary
+from pmlf.parallel.failure import RankFailed
+from pmlf.parallel.processes import Processes
+
+
+class Agreement:
+    """Whether all ranks have done their part of the present step.
+
+    Args:
+        processes: The ranks.
+        model: The model, whose parameters must be the same on all of them.
+        discard: Called on every rank if one has failed.
+    """
+
+    def __init__(self, processes: Processes, model: nn.Module, discard: Callable[[], None]) -> None:
+        self._processes, self._model, self._discard = processes, model, discard
+        self._reached_at = -1
+
+    def reach(self, step: int, error: BaseException | None = None) -> None:
+        """Wait for all ranks. All are at the same step and iterate without an error, or all discard and raise."""
+        if self._processes.size == 1 or (self._reached_at == step and error is None):
+            return
+        self._reached_at = -1
+        try:
+            self._processes.agree(step, summary(self._model.parameters()), error)
+        except RankFailed:
+            self._discard()
+            raise
+        self._reached_at = step
+
+    @contextmanager
+    def told(self, step: int) -> Iterator[None]:
+        """A block whose errors are told to the other ranks."""
+        try:
+            yield
+        except RankFailed:  # which they know of
+            raise
+        except BaseException as error:
+            self.reach(step, error)
+            raise
+
+
+def facts_of(model: nn.Module) -> dict[str, str]:
+    """What all ranks must have in common of a model."""
+    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return {
+        "model": f"{model} {Anatomy(model).modes}",
+        "set of trainable parameters": " ".join(trained),
+        "value of a parameter": str(summary(model.parameters())),
+        "value of a buffer": str(summary(model.buffers())),
+        "version of torch": torch.__version__,
+    }

@@ -1,0 +1,99 @@
+"""What the ranks of a run have in common: draws, budget, plan and records."""
+
+from __future__ import annotations
+
+import os
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Subset
+
+from pmlf.checkpoint import records_digest
+from pmlf.evidence.budget import BudgetGuard
+from pmlf.evidence.ledger import Ledger, Position
+from pmlf.evidence.tally import PrivacyPlan
+from pmlf.mechanism.noise import Randomness, SharedRandomness
+from pmlf.mechanism.records import Collate
+from pmlf.parallel.processes import Processes
+
+_COMPARED = 32  # records that are compared between ranks
+
+
+def shared_draws(randomness: Randomness, processes: Processes) -> Randomness | SharedRandomness:
+    """Where draws come from: the same on every rank, from the seed or from a key that rank 0 draws for this run."""
+    if processes.size == 1 or randomness.reproducible:
+        return randomness
+    return SharedRandomness(processes.by_first(lambda: os.urandom(32)))
+
+
+def budget_of(plan: PrivacyPlan, replayable: bool, ledger: Ledger | None, processes: Processes) -> BudgetGuard:
+    """Rank 0's budget writes the ledger; those of other ranks mirror it."""
+    if processes.rank > 0 and ledger is not None:
+        raise ValueError(f"rank {processes.rank} was given a ledger, which rank 0 alone writes: give it None")
+    budget = BudgetGuard(plan, replayable=replayable, ledger=ledger)
+    account = processes.by_first(lambda: budget.account)
+    return budget if processes.rank == 0 else BudgetGuard(plan, replayable=replayable, mirrored=account)
+
+
+def affords(budget: BudgetGuard, step: int, processes: Processes) -> bool:
+    """Rank 0's word on whether the budget has room for a step."""
+    return processes.by_first(lambda: budget.affords(step))
+
+
+def spend(budget: BudgetGuard, step: int, processes: Processes) -> None:
+    """Rank 0 records the event of a step; the other ranks wait for its word and count the same.
+
+    Raises:
+        RuntimeError: The target epsilon leaves no room.
+    """
+
+    def record() -> Position | None:
+        if not budget.affords(step):
+            raise RuntimeError(
+                "another run has spent from the same ledger since this batch was drawn, and the target epsilon leaves "
+                "no room for this step: stop here"
+            )
+        return budget.spend(step)
+
+    position = processes.by_first(record)
+    if processes.rank > 0:
+        budget.mirror(step, position)
+
+
+def facts_of_plan(
+    plan: PrivacyPlan,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    ema: float | None,
+    max_physical_batch_size: int | str,
+) -> dict[str, str]:
+    """What all ranks must have in common, besides model, step and records."""
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    sizes = [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
+    return {
+        "plan of the run": str(plan),
+        "optimizer": f"{type(optimizer).__name__} {groups} {sizes}",
+        "scheduler": type(scheduler).__name__,
+        "ema": str(ema),
+        "max_physical_batch_size": str(max_physical_batch_size),
+    }
+
+
+def facts_of_records(
+    dataset: Any, collate_fn: Collate | None, lengths: NDArray[np.int64] | None, processes: Processes
+) -> dict[str, str]:
+    """The number of records and a digest of some, spread over the dataset, unless they are random. In memory only."""
+    if processes.size == 1:
+        return {}
+    records, key = len(dataset), processes.by_first(lambda: os.urandom(32))
+    some = Subset(dataset, [records * place // _COMPARED for place in range(_COMPARED)])
+    digests = {records_digest(some, collate_fn, key) for _ in range(2)}
+    return {
+        "dataset (its number of records)": str(records),
+        "dataset (the content of a record)": digests.pop() if len(digests) == 1 else "random",
+        "lengths of records": "" if lengths is None else blake2b(lengths.tobytes()).hexdigest(),
+    }
