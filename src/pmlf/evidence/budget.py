@@ -36,7 +36,7 @@ class MemoryLedger:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class SpentSoFar:
     """What a budget knows from its ledger: rank 0 tells it to the other ranks of a run, which have none."""
 
     run: str
@@ -50,7 +50,7 @@ class Account:
 class MirroredLedger(MemoryLedger):
     """Counts, on another rank, the events that rank 0 writes to its ledger. No other run can write to that one."""
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: SpentSoFar) -> None:
         super().__init__()
         self.run, self.tally = account.run, account.tally
         self.dataset, self.position, self.on_disk = account.dataset, account.position, account.on_disk
@@ -83,7 +83,7 @@ class BudgetGuard:
         *,
         replayable: bool,
         ledger: Ledger | None = None,
-        mirrored: Account | None = None,
+        mirrored: SpentSoFar | None = None,
     ) -> None:
         self._ledger = ledger or (MirroredLedger(mirrored) if mirrored else MemoryLedger())
         self._plan = plan
@@ -107,10 +107,10 @@ class BudgetGuard:
         return self._ledger.dataset
 
     @property
-    def account(self) -> Account:
+    def account(self) -> SpentSoFar:
         """What the other ranks of a run mirror."""
         book = self._ledger
-        return Account(
+        return SpentSoFar(
             run=book.run,
             beginning=self._session.beginning,
             tally=book.tally,
