@@ -211,14 +211,14 @@ class BudgetGuard:
             return True
         return composed_epsilon(after, delta=plan.delta) <= target
 
-    def spend(self, step: int) -> Position | None:
-        """Record that an event is about to be released; with a ledger it is on the disk when this returns.
-
-        Returns:
-            The end of the ledger; None without one.
-        """
-        self._ledger.spend(self._session, step=step)
+    @property
+    def position(self) -> Position | None:
+        """The end of the ledger; None without one."""
         return self._ledger.position
+
+    def spend(self, step: int) -> None:
+        """Record that an event is about to be released; with a ledger it is on the disk when this returns."""
+        self._ledger.spend(self._session, step=step)
 
     def mirror(self, step: int, position: Position | None) -> None:
         """Count a step that rank 0 has recorded, on another rank."""

@@ -57,7 +57,8 @@ def spend(budget: BudgetGuard, step: int, processes: Processes) -> None:
                 "another run has spent from the same ledger since this batch was drawn, and the target epsilon leaves "
                 "no room for this step: stop here"
             )
-        return budget.spend(step)
+        budget.spend(step)
+        return budget.position
 
     position = processes.by_first(record)
     if processes.rank > 0:
