@@ -53,14 +53,16 @@ def test_noise_path_and_hours_follow_their_formulas(sweep: planning.Sweep) -> No
         assert point.hours["dp-pmlf"] == pytest.approx(point.steps * point.batch_size * 0.002 / 3600)
 
 
+def order(point: planning.PlannedPoint) -> tuple[bool, float, int]:
+    return point.steps < planning.LEAST_STEPS, point.epochs, point.batch_size
+
+
 def test_the_recommendation_is_the_cheapest_that_is_nearly_the_best(sweep: planning.Sweep) -> None:
     for each in sweep.recommendations:
         same = [point for point in sweep.points if point.target_epsilon == each.point.target_epsilon]
         best = max(point.path_over_noise for point in same)
         assert each.point.path_over_noise >= planning.ENOUGH * best
-        cheaper = [
-            point for point in same if (point.epochs, point.batch_size) < (each.point.epochs, each.point.batch_size)
-        ]
+        cheaper = [point for point in same if order(point) < order(each.point)]
         assert all(point.path_over_noise < planning.ENOUGH * best for point in cheaper)
         assert each.method == ("lp-dpsgd" if each.point.noise_in_gradient >= planning.FILTER_FROM else "dpsgd")
         assert each.reason

@@ -58,7 +58,7 @@
       const line = points.filter((p) => p.epochs === epochs);
       const path = line.map((p, index) => `${index ? "L" : "M"}${x(p.batch_size)} ${y(p.path_over_noise)}`).join("");
       drawn.push(make("path", { class: epochs === point.epochs ? "curve now" : "curve", d: path }));
-      drawn.push(make("text", { x: left + 6, y: y(line[0].path_over_noise) - 5 }, `${epochs} epochs`));
+      drawn.push(make("text", { x: left + 6, y: Math.max(y(line[0].path_over_noise) - 12, top + 12) }, `${epochs} epochs`));
     }
     drawn.push(make("circle", { class: "dot", r: 6, cx: x(point.batch_size), cy: y(point.path_over_noise) }));
     node("chart").replaceChildren(...drawn);

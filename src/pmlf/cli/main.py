@@ -15,7 +15,7 @@ from pmlf.cli.audit import Audit
 from pmlf.cli.bench import Bench
 from pmlf.cli.common import INTERRUPTED, REFUSED, Command, in_words_of_the_command_line, say
 from pmlf.cli.filter import Filter
-from pmlf.cli.plan import Plan
+from pmlf.cli.plan import Planning
 from pmlf.cli.report import Report
 from pmlf.cli.reproduce import Reproduce
 from pmlf.cli.training import Compare, Train
@@ -28,7 +28,7 @@ _AnyCommand = (
     | Annotated[Predict, tyro.conf.subcommand("predict")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
     | Annotated[Export, tyro.conf.subcommand("export")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Planning, tyro.conf.subcommand("plan")]
     | Annotated[Account, tyro.conf.subcommand("account")]
     | Annotated[Filter, tyro.conf.subcommand("filter")]
     | Annotated[Audit, tyro.conf.subcommand("audit")]

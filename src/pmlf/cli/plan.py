@@ -25,7 +25,7 @@ _DIGITS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Command):
+class Planning(Command):
     """Show what a privacy budget can afford, before any training: a table, a picture, and a setting to start with.
 
     Every number comes from public values: records, model size, batch sizes, epochs, epsilons, and the time of a sample

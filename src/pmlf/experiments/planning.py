@@ -19,6 +19,7 @@ from pmlf.mechanism.noise import SeededRandomness
 from pmlf.step import PrivateStep
 
 ENOUGH = 0.9  # of the best ratio of path to noise in the sweep: what more batches or epochs would add is small
+LEAST_STEPS = 250  # the recorded recipes have 300 and 500: with fewer, the optimizer has no time
 SAFE_NOISE = 0.04  # accumulated in each parameter: what the recorded recipes have (docs/recipes.md)
 LONGEST_STEP = 4.0  # learning rate times clip norm: the largest that the recorded trials have
 FILTER_FROM = 0.3  # clip norms of noise in a mean gradient, above which a filter is recommended
@@ -176,11 +177,12 @@ def _point(
 def recommended(points: Sequence[PlannedPoint]) -> Recommendation:
     """The cheapest setting of one epsilon whose ratio of path to noise is nearly the best of the sweep.
 
-    Epochs are what costs time, so the fewest epochs come first, then the smallest batches, which take more steps.
+    Epochs are what costs time, so the fewest epochs come first, then the smallest batches, which take more steps. A
+    setting with fewer than 250 steps is chosen only if there is no other.
     """
     best = max(point.path_over_noise for point in points)
     enough = [point for point in points if point.path_over_noise >= ENOUGH * best]
-    chosen = min(enough, key=lambda point: (point.epochs, point.batch_size))
+    chosen = min(enough, key=lambda point: (point.steps < LEAST_STEPS, point.epochs, point.batch_size))
     filtered = chosen.noise_in_gradient >= FILTER_FROM
     method = "lp-dpsgd" if filtered else "dpsgd"
     gain = best / chosen.path_over_noise - 1
