@@ -153,6 +153,7 @@ CASES: dict[str, tuple[Function, dict[str, tuple[int, ...]]]] = {
     "scale": (lambda m, x: (x * m.w).tanh(), {"w": ROW}),
     "scale of two axes": (lambda m, x: x[:, None] * m.w, {"w": (2, 1, D)}),
     "one number": (lambda m, x: x * m.w.exp(), {"w": ()}),
+    "scale of a number a sample": (lambda m, x: x.sum((1, 2)) * m.w.exp(), {"w": ()}),
     "divided": (lambda m, x: x / (m.w.abs() + 1), {"w": ROW}),
     "power": (lambda m, x: x.abs() ** m.w.abs(), {"w": ROW}),
     "where": (lambda m, x: torch.where(x > 0, x, m.w), {"w": ROW}),

@@ -13,9 +13,11 @@ from pmlf.checks.validation import check_augmentation, check_losses, check_sampl
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.augmentation import Augmentation
 from pmlf.engine.layers import UnsupportedModel
+from pmlf.engine.momentum import contributions
 from pmlf.engine.operations.looking import layers_suffice
 from pmlf.engine.passes import Pass, Rows
 from pmlf.engine.plan import Gradients
+from pmlf.engine.swap import ModelWritten
 from pmlf.mechanism.noise import SeededRandomness, keyed_uniforms
 
 _AUGMENTATIONS = 4  # of a whole micro-batch, so that rare random changes happen to some samples
@@ -124,11 +126,20 @@ def choose_capture(subject: Subject, batch: Any) -> None:
     learned = subject.plan.learned
     if learned.looked_at or learned.by_operations or subject.plan.gradients != "ghost":
         return
-    learned.looked_at = True
-    few = select(batch, slice(0, 2))
+    few = select(batch, slice(0, 3))  # three, so that few tables have as many rows by chance
+    samples = batch_size(few)
     with undisturbed(subject.model, training=True):
-        one = Pass(Anatomy(subject.model), subject.plan, subject.loss_fn, trained(subject.model), few, batch_size(few))
-        learned.by_operations = not layers_suffice(one)
+        anatomy, values = Anatomy(subject.model), trained(subject.model)
+        one = Pass(anatomy, subject.plan, subject.loss_fn, values, few, samples, rows="marked")
+        elsewhere = not layers_suffice(one)
+        try:
+            for _ in contributions(one) if not elsewhere else ():
+                pass
+        except ModelWritten:
+            raise
+        except Exception:  # rows that are not in the samples' order; what is the user's own comes up at operations too
+            elsewhere = True
+    learned.by_operations, learned.looked_at = elsewhere, samples > 1 or elsewhere
 
 
 def proof(subject: Subject, batch: Any) -> Finding:

@@ -102,9 +102,8 @@ def laid_out(grad: Tensor, marked: Tensor, marks: Tensor, known: Layout | None) 
 
 
 def _fits(grad: Tensor, marked: Tensor, marks: Tensor, layout: Layout) -> bool:
-    rows, scaled = (layout.by_sample(full_precision(each)).flatten(2) for each in (grad, marked))
-    if rows.ndim == 2:
-        rows, scaled = rows.unsqueeze(2), scaled.unsqueeze(2)
+    rows, scaled = (layout.by_sample(full_precision(each)) for each in (grad, marked))
+    rows, scaled = (each.reshape(*each.shape[:2], -1) for each in (rows, scaled))
     wanted = rows * marks.to(rows).view(-1, 1, 1)
     return bool(_alike(scaled.flatten(0, 1), wanted.flatten(0, 1)).all())
 
@@ -119,8 +118,8 @@ def _alike(some: Tensor, wanted: Tensor) -> Tensor:
 def picked(grad: Tensor, marked: list[Tensor], samples: int) -> Layout | None:
     """The owner of every row along some axis, by the digits of its number; None where rows mix samples."""
     for axis in range(grad.ndim):
-        rows = full_precision(grad).movedim(axis, 0).flatten(1)
-        rows = rows.unsqueeze(1) if rows.ndim == 1 else rows
+        rows = full_precision(grad).movedim(axis, 0)
+        rows = rows.reshape(len(rows), -1)
         lengths = torch.linalg.vector_norm(rows, dim=1)
         owners = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
         fits = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
