@@ -189,3 +189,18 @@ def test_group_norm_gives_each_sample_its_own_gradient_by_the_statistics_of_the_
             ours = found[name]
             assert isinstance(ours, Tensor)
             assert float((ours[sample].double() - one).norm()) <= 1e-4 * float(one.norm()), name
+
+
+def test_one_sample_behind_instance_norm_has_its_own_gradient() -> None:
+    """torch 2.13's InstanceNorm is wrong there if convolutions run in channels-last order."""
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True), nn.Tanh(), nn.Conv2d(8, 4, 3), nn.Flatten())
+    model, batch = nn.Sequential(*layers), (torch.randn(1, 3, 8, 8), torch.tensor([5]))
+    step = PrivateStep(model, classify, method="dpsgd", clip_norm=1e6, noise_multiplier=0.0, expected_batch_size=1.0)
+    step.accumulate(batch)
+    step.release()
+    exact = copy.deepcopy(model).double()
+    expected = torch.autograd.grad(classify(exact, (batch[0].double(), batch[1])).sum(), list(exact.parameters()))
+    for parameter, wanted in zip(step.trained, expected, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.double(), wanted, rtol=1e-4, atol=1e-6)

@@ -18,6 +18,7 @@ from pmlf.cli.filter import Filter
 from pmlf.cli.plan import Planning
 from pmlf.cli.report import Report
 from pmlf.cli.reproduce import Reproduce
+from pmlf.cli.selftest import SelfTest
 from pmlf.cli.training import Compare, Train
 from pmlf.cli.use import Evaluate, Export, Predict
 from pmlf.parallel.failure import RankFailed
@@ -33,6 +34,7 @@ _AnyCommand = (
     | Annotated[Filter, tyro.conf.subcommand("filter")]
     | Annotated[Audit, tyro.conf.subcommand("audit")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[SelfTest, tyro.conf.subcommand("selftest")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
     | Annotated[Report, tyro.conf.subcommand("report")]
 )

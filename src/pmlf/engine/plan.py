@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from pmlf.engine import strategy
 from pmlf.engine.layers import Rule, rule_for
@@ -57,6 +58,8 @@ class Plan:
             return cls(parameters=tuple(names.values()), gradients=gradients, in_a_pass=most)
         watched: list[Watched] = []
         convolved: set[str] = set()
+        # torch 2.13 computes the gradient of one sample's InstanceNorm wrongly if it comes in channels-last order
+        instances = any(isinstance(module, _InstanceNorm) for module in model.modules())
         for module_name, module in model.named_modules():
             own = {local: names[id(p)] for local, p in module._parameters.items() if p is not None and id(p) in names}
             rule = rule_for(module) if own else None
@@ -64,7 +67,7 @@ class Plan:
                 return cls(parameters=tuple(names.values()), learned=Learned(by_operations=True))
             if rule is not None:
                 watched.append(Watched(name=module_name, own=own, rule=rule))
-            if isinstance(module, nn.Conv2d):
+            if isinstance(module, nn.Conv2d) and not instances:
                 convolved.update(name for local, name in own.items() if local == "weight")
         return cls(parameters=tuple(names.values()), watched=tuple(watched), convolved=frozenset(convolved))
 
