@@ -126,7 +126,7 @@ class Setting(Budget):
 
     model: Annotated[str | None, shown_default("images cnn5, tables mlp, texts FacebookAI/roberta-base")] = None
     """Images: cnn5, linear, resnet18, vit, vit-tiny or vit-small; or prior-linear, a private linear model on features
-    from synthetic images, which is the most accurate at a small epsilon. Tables: mlp or linear. Texts, and images too:
+    from synthetic images, for small epsilons. Tables: mlp or linear. Texts, and images too:
     the name of a model on the Hugging Face hub, or a folder with a model in safetensors format."""
 
     augment: bool = False
