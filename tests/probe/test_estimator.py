@@ -121,30 +121,45 @@ def test_probes_on_one_ledger_share_its_budget(tmp_path: Path) -> None:
 
 def test_an_interrupted_fit_leaves_its_events_in_the_ledger(tmp_path: Path) -> None:
     book = tmp_path / "ledger.jsonl"
-    probe = PrivateProbe(classes=3, steps=4, ledger=book)
-    with pytest.raises(KeyboardInterrupt), probe._begun(*classified()) as training:
+    with ledger.Ledger(book, dataset="patients") as opened:
+        training = PrivateProbe(classes=3, steps=4).begin(*classified(), ledger=opened)
         training.advance()
         training.advance()
-        raise KeyboardInterrupt
     (trial,) = ledger.read(book).trials
     assert ledger.read(book).parts_of(trial) == (1, 1, 0)
 
 
 def test_a_resumed_seeded_training_ends_with_the_same_weights() -> None:
     probe = PrivateProbe(classes=3, steps=6, averaging=0.5, batch_size=300, random_state=4)
-    with probe._begun(*classified()) as whole:
-        while whole.advance():
+    whole, first = probe.begin(*classified()), probe.begin(*classified())
+    while whole.advance():
+        pass
+    for _ in range(5):
+        first.advance()
+    second = probe.begin(*classified(), resumed=first.state_dict())
+    while second.advance():
+        pass
+    assert torch.equal(second.model().weights, whole.model().weights)
+    assert second.budget.run_events == 8
+
+
+def test_an_event_lost_in_a_crash_is_paid_again_and_never_past_the_target(tmp_path: Path) -> None:
+    """Without a seed: the resumed run repeats the event with fresh noise, and stops a step early."""
+    probe, book = PrivateProbe(classes=3, steps=4), tmp_path / "ledger.jsonl"
+    with ledger.Ledger(book, dataset="patients", run="one") as opened:
+        training = probe.begin(*classified(), ledger=opened)
+        for _ in range(3):
+            training.advance()
+        state = training.state_dict()
+        training.advance()  # released, and lost
+    with ledger.Ledger(book, dataset="patients", run="one") as opened:
+        resumed = probe.begin(*classified(), ledger=opened, resumed=state)
+        while resumed.advance():
             pass
-    with probe._begun(*classified()) as first:
-        for _ in range(5):
-            first.advance()
-        state = first.state_dict()
-    with probe._begun(*classified()) as second:
-        second.load_state_dict(state)
-        while second.advance():
-            pass
-        assert torch.equal(second.model().weights, whole.model().weights)
-        assert second.budget.run_events == 8
+        probe.finish(resumed)
+        assert resumed.steps_done == 3 and resumed.budget.epsilon() <= 1.0
+    assert sum(ledger.read(book).events.values()) == 6
+    assert probe.epsilon_ <= 1.0 and certificate.examined(probe.certificate_)[1] is None
 
 
 def test_noise_is_fresh_without_a_seed_and_the_same_with_one() -> None:

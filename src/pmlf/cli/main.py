@@ -16,6 +16,7 @@ from pmlf.cli.bench import Bench
 from pmlf.cli.common import INTERRUPTED, REFUSED, Command, in_words_of_the_command_line, say
 from pmlf.cli.filter import Filter
 from pmlf.cli.plan import Planning
+from pmlf.cli.probe import ProbeCommand
 from pmlf.cli.report import Report
 from pmlf.cli.reproduce import Reproduce
 from pmlf.cli.selftest import SelfTest
@@ -30,6 +31,7 @@ _AnyCommand = (
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Planning, tyro.conf.subcommand("plan")]
+    | Annotated[ProbeCommand, tyro.conf.subcommand("probe")]
     | Annotated[Account, tyro.conf.subcommand("account")]
     | Annotated[Filter, tyro.conf.subcommand("filter")]
     | Annotated[Audit, tyro.conf.subcommand("audit")]

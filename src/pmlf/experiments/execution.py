@@ -67,7 +67,7 @@ class Execution:
         self._begin = time.monotonic() - self.progress.seconds
         interrupted_by = signalled_by = None
         try:
-            with _deferred_signals() as interruption:
+            with deferred_signals() as interruption:
                 self._save()  # also before the first step, so that every run can be resumed
                 self._observer.started(self.spec, self._steps)
                 if private.steps_done:
@@ -151,7 +151,7 @@ class Execution:
 
 def follow(spec: RunSpec, private: PrivateRun) -> None:
     """Take the remaining steps on a rank other than 0, which evaluates and writes alone, and decides when to stop."""
-    with _deferred_signals():  # rank 0 receives them too
+    with deferred_signals():  # rank 0 receives them too
         for batch in islice(private.batches(), spec.steps_to_take(private.steps) - private.steps_done):
             private.step(batch)
             if private.processes.by_first(lambda: None):
@@ -178,7 +178,7 @@ class _Interruption:
 
 
 @contextmanager
-def _deferred_signals() -> Iterator[_Interruption]:
+def deferred_signals() -> Iterator[_Interruption]:
     """Record SIGINT and SIGTERM instead of acting on them. A second signal acts at once."""
     interruption = _Interruption()
     if threading.current_thread() is not threading.main_thread():  # Python handles signals only in the main thread

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -169,30 +169,51 @@ class PrivateProbe:
         Raises:
             ValueError: A parameter, or the shape of X or y, is refused.
         """
-        with self._begun(X, y) as training:
+        with nullcontext() if self.ledger is None else Ledger(self.ledger, dataset=self.dataset) as ledger:
+            training = self.begin(X, y, ledger=ledger)
             while training.advance():
                 pass
-            self._keep(training, X)
+            self.finish(training)
+        conventions.keep_names(self, X)
         return self
 
-    @contextmanager
-    def _begun(self, X: Any, y: Any) -> Iterator[ProbeTraining]:
-        """The training of these records before its first event, with its ledger open."""
+    def begin(
+        self, X: Any, y: Any, *, ledger: Ledger | None = None, resumed: Mapping[str, Any] | None = None
+    ) -> ProbeTraining:
+        """The training of these records before its first release, for your own loop; `fit` is this:
+
+            training = probe.begin(X, y)
+            while training.advance():
+                checkpoint.save(path, training.state_dict())
+            probe.finish(training)
+
+        Args:
+            X: As in `fit`, and so is `y`.
+            ledger: An open ledger; None counts in memory.
+            resumed: What `training.state_dict()` returned, to continue from there.
+
+        Returns:
+            The training.
+
+        Raises:
+            ValueError: As in `fit`; or the saved state is of other settings or of another ledger.
+        """
         labels = conventions.labels(y, regression=self.head == "least-squares")
         rows = FeatureRows(X)
         if len(labels) != rows.records:
             raise ValueError(f"X has {rows.records} records and y has {len(labels)}: give one label per record")
         self._declared = declared(self.head, self.classes, self.target_range, labels)
         settings = self._settings(rows.records, checked_blocks(self.blocks, rows.width), self._declared.outputs)
-        ledger = None if self.ledger is None else Ledger(self.ledger, dataset=self.dataset)
-        try:
-            randomness = _randomness(self.random_state)
+        randomness = _randomness(self.random_state)
+        if resumed is not None:
+            plan = settings.planned(resumed["noise"])
+        else:
             plan = settings.plan({} if ledger is None else ledger.tally.events)
-            budget = BudgetGuard(plan, replayable=randomness.reproducible, ledger=ledger)
-            yield ProbeTraining(rows, self._declared.encoded(labels), settings, budget, randomness)
-        finally:
-            if ledger is not None:
-                ledger.close()
+        budget = BudgetGuard(plan, replayable=randomness.reproducible, ledger=ledger)
+        training = ProbeTraining(rows, self._declared.encoded(labels), settings, budget, randomness)
+        if resumed is not None:
+            training.load_state_dict(resumed)
+        return training
 
     def _settings(self, records: int, blocks: tuple[FeatureBlock, ...], outputs: int) -> ProbeSettings:
         shared = [
@@ -204,12 +225,12 @@ class PrivateProbe:
             warnings.warn(
                 f"delta={self.delta} is not below 1/n: a mechanism that publishes one record at random is allowed such "
                 "a delta, give a smaller one",
-                stacklevel=4,
+                stacklevel=5,
             )
         return ProbeSettings(**given, records=records, blocks=blocks, outputs=outputs)
 
-    def _keep(self, training: ProbeTraining, X: Any) -> None:
-        """Hold what was released, and nothing else."""
+    def finish(self, training: ProbeTraining) -> Self:
+        """Take over what a training has released, and nothing else: the probe is then fitted."""
         self.model_: ProbeModel = training.model()
         self.certificate_ = training.certificate()
         self.epsilon_ = self.certificate_["epsilon"]
@@ -218,9 +239,9 @@ class PrivateProbe:
         self.n_iter_ = training.steps_done
         self.coef_: NDArray[np.float64] = self.model_.weights.T.numpy()
         self.n_features_in_ = sum(shape.block.width for shape in self.model_.shapes)
-        conventions.keep_names(self, X)
         if self._declared.classes is not None:
             self.classes_ = self._declared.classes
+        return self
 
     def _scores(self, X: Any) -> torch.Tensor:
         if "model_" not in vars(self):

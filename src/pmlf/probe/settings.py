@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pmlf.basics.arguments import did_you_mean, is_number, require_count, require_positive
@@ -123,16 +123,9 @@ class ProbeSettings:
         alone = accounting.noise_multiplier(
             target_epsilon=target, target_delta=delta, sample_rate=1.0, steps=1, spent=spent or None
         )
-        shares = {MEAN: self.mean_share, MOMENTS: self.moments_share}
-        queries = tuple(
-            Query(
-                name=name,
-                event=Event(noise_multiplier=self._noise(alone, share), sample_rate=1.0),
-                count=len(self.blocks),
-            )
-            for name, share in shares.items()
-            if share > 0
-        )
+        shares = [share for share in (self.mean_share, self.moments_share) if share > 0]
+        noise = [alone * math.sqrt(len(self.blocks) / share) for share in shares]
+        queries = self.planned([*noise, alone]).queries
         events: Counter[Event] = Counter()
         for query in queries:
             events[query.event] += query.count
@@ -146,11 +139,22 @@ class ProbeSettings:
             )
         else:
             z = noise_beside(events, target_epsilon=target, target_delta=delta, sample_rate=self.rate, steps=self.steps)
-        step = Event(noise_multiplier=z, sample_rate=self.rate)
-        return PrivacyPlan(event=step, steps=self.steps, delta=delta, target_epsilon=target, queries=queries)
+        return self.planned([*noise, z])
 
-    def _noise(self, alone: float, share: float) -> float:
-        return alone * math.sqrt(len(self.blocks) / share)
+    def planned(self, noise: Sequence[float]) -> PrivacyPlan:
+        """The plan with given noise multipliers: of the queries that are released, and at last of the steps."""
+        shares = {MEAN: self.mean_share, MOMENTS: self.moments_share}
+        kinds = [Event(noise_multiplier=z, sample_rate=1.0) for z in noise[:-1]]
+        names = [name for name, share in shares.items() if share > 0]
+        return PrivacyPlan(
+            event=Event(noise_multiplier=noise[-1], sample_rate=self.rate),
+            steps=self.steps,
+            delta=self.delta,
+            target_epsilon=self.epsilon,
+            queries=tuple(
+                Query(name=name, event=kind, count=len(self.blocks)) for name, kind in zip(names, kinds, strict=True)
+            ),
+        )
 
     def pace(self, step: int) -> float:
         """The factor on the learning rate at a step: (1 + cos(pi t/T)) / 2, or 1."""

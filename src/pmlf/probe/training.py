@@ -232,6 +232,7 @@ class ProbeTraining:
         """The state between two events: released values only."""
         return {
             "settings": repr(self.settings),
+            "noise": [event.noise_multiplier for event, _ in self.budget.plan.parts],
             "done": self.done,
             "released": {name: [tensor.clone() for tensor in found] for name, found in self._released.items()},
             "weights": self._weights.clone(),
