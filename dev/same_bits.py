@@ -98,7 +98,7 @@ def text_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def run(model: nn.Module, dataset: TensorDataset, loss_fn: Any, method: str) -> dict[str, Any]:
-    """Three seeded steps of 16 expected samples, in micro-batches of 6."""
+    """Three seeded steps of 16 expected samples, or of 6 from one of 8 groups, in micro-batches of 6."""
     private = pmlf.make_private(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -107,7 +107,7 @@ def run(model: nn.Module, dataset: TensorDataset, loss_fn: Any, method: str) -> 
         method=method,
         noise_multiplier=0.5,
         target_delta=1e-3,
-        batch_size=16,
+        batch_size=16 if methods.resolve(method).noise.bands == 1 else 6,
         steps=3,
         max_physical_batch_size=6,
         seed=7,

@@ -47,6 +47,10 @@ FAMILY: dict[str, tuple[methods.Method, Any, tuple[float, ...], tuple[float, ...
     ),
     "dp-pmlf-without-pm": (methods.dp_pmlf_without_pm(), momentum(1.0, 1, True), (-0.9,), (0.1,), True),
     "dp-pmlf-without-lf": (methods.dp_pmlf_without_lf(k=2, beta=0.1), momentum(0.1, 2, True), (), (1.0,), True),
+    "lp-dpsgd-shaped": (
+        methods.lp_dpsgd_shaped(a=(-0.9,), b=(0.15, -0.05)), momentum(1.0, 1, True), (-0.9,), (0.15, -0.05), False,
+    ),
+    "dp-pmlf-shaped": (methods.dp_pmlf_shaped(k=3, beta=0.5), momentum(0.5, 3, True), (-0.9,), (0.1,), False),
     "disk": (methods.disk(kappa=0.7, gamma=0.5), disk_points(0.7, 0.5), (-0.3,), (0.7,), True),
 }  # fmt: skip
 
@@ -67,7 +71,7 @@ def worst_difference(name: str, method_name: str, physical: int, clipping: str =
     clip_norm = 1.0
     step = PrivateStep(
         model, case.loss, method=method, clip_norm=clip_norm, noise_multiplier=0.0, expected_batch_size=5.0,
-        clipping=clipping,  # type: ignore[arg-type]
+        clipping=clipping, cycle=method.noise.bands,  # type: ignore[arg-type]
     )  # fmt: skip
     reference = Reference(
         model, case.loss, points=points, a=a, b=b, corrected=corrected, clip_norm=clip_norm, expected_batch_size=5.0,
@@ -168,3 +172,17 @@ def test_bad_coefficients_are_refused_by_name(call: Any, message: str) -> None:
 def test_points_reach_only_iterates_that_exist() -> None:
     points = Points(points=past_iterates(4, 0.5))
     assert [max(p.reach for p in points.at(t)) for t in range(5)] == [0, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("preset", ["lp_dpsgd", "dp_pmlf"])
+def test_one_band_is_the_method_with_white_noise(preset: str) -> None:
+    plain, shaped = getattr(methods, preset), getattr(methods, f"{preset}_shaped")
+    assert plain(bands=1) == plain() and plain().low_pass.corrected and plain().noise.bands == 1
+    assert shaped(bands=4).noise == plain(bands=4).noise and not shaped().low_pass.corrected
+
+
+def test_shaped_noise_with_other_sampling_is_refused() -> None:
+    model, loss = make("tied"), CASES["tied"].loss
+    for method, cycle in (("dp-pmlf-shaped", 1), ("dp-pmlf-shaped", 4), ("dp-pmlf", 8)):
+        with pytest.raises(ValueError, match=f"cycle={cycle}"):
+            PrivateStep(model, loss, method=method, noise_multiplier=1.0, expected_batch_size=5.0, cycle=cycle)

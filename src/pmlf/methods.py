@@ -1,4 +1,4 @@
-"""The methods as data: a method is a set of evaluation points with weights, and a filter.
+"""The methods as data: a method is a set of evaluation points with weights, a noise shape, and a filter.
 
 To add a method, write a function that returns a `Method`, add it to `PRESETS`, and add a row to `FAMILY` in
 `tests/test_methods.py`, which compares every method with a float64 reference.
@@ -7,11 +7,15 @@ To add a method, write a function that returns a `Method`, add it to `PRESETS`, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pmlf.basics.arguments import did_you_mean, is_number, require_count, require_positive
 from pmlf.mechanism.filters import LowPass
 from pmlf.mechanism.points import Point, Points, past_iterates
+from pmlf.mechanism.shape_fit import Workload, banded
+from pmlf.mechanism.shapes import NoiseShape
+
+_WHITE = NoiseShape.white()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +26,8 @@ class Method:
         name: The name that certificates and checkpoints show.
         points: The points at which each sample's gradient is taken, with their weights (Algorithm 1, lines 1 and 5).
         low_pass: The filter on the noisy mean (Algorithm 1, lines 9 to 11).
+        noise: How the noise of a release depends on that of the releases before; white noise does not. With b bands a
+            record may take part at most once in b steps in a row, so such a method needs cyclic Poisson sampling.
 
     >>> Method(name="mean of two", points=Points(points=past_iterates(2, 1.0)), low_pass=LowPass()).points.depth
     1
@@ -30,6 +36,7 @@ class Method:
     name: str
     points: Points
     low_pass: LowPass
+    noise: NoiseShape = _WHITE
 
 
 _CURRENT = Points(points=past_iterates(1, 1.0))
@@ -46,23 +53,28 @@ def dpsgd() -> Method:
     return Method(name="dpsgd", points=_CURRENT, low_pass=_IDENTITY)
 
 
-def lp_dpsgd(a: Sequence[float] = (-0.9,), b: Sequence[float] = (0.1,)) -> Method:
+def lp_dpsgd(a: Sequence[float] = (-0.9,), b: Sequence[float] = (0.1,), bands: int = 1) -> Method:
     """LP-DPSGD (DOPPLER): the gradient at x_t, then a low-pass filter on the noisy mean.
 
     Args:
         a: Feedback coefficients a_1, a_2, ... of the filter.
         b: Feedforward coefficients b_0, b_1, ... of the filter.
+        bands: The number of bands of the noise shape, 1 to 64. 1 is white noise. More bands move the noise to high
+            frequencies, where the filter removes it, and need cyclic Poisson sampling; the filter is then not
+            bias-corrected, because the correction magnifies early noise.
 
     Returns:
         The method.
 
     Raises:
-        ValueError: The filter is unstable, or -sum(a) + sum(b) is not 1 (see `pmlf.filters.LowPass`).
+        ValueError: The filter is unstable, -sum(a) + sum(b) is not 1 (see `pmlf.filters.LowPass`), or bands is out of
+            range.
 
     >>> round(lp_dpsgd().low_pass.noise_gain, 4)
     0.0526
     """
-    return Method(name="lp-dpsgd", points=_CURRENT, low_pass=LowPass(a=a, b=b))
+    low_pass, noise = _filter_and_noise(a, b, bands)
+    return Method(name="lp-dpsgd", points=_CURRENT, low_pass=low_pass, noise=noise)
 
 
 def inner_outer(k: int = 2, gamma: float = 0.1, beta: float = 0.9) -> Method:
@@ -96,7 +108,9 @@ def inner_outer(k: int = 2, gamma: float = 0.1, beta: float = 0.9) -> Method:
     )
 
 
-def dp_pmlf(k: int = 2, beta: float = 0.1, a: Sequence[float] = (-0.9,), b: Sequence[float] = (0.1,)) -> Method:
+def dp_pmlf(
+    k: int = 2, beta: float = 0.1, a: Sequence[float] = (-0.9,), b: Sequence[float] = (0.1,), bands: int = 1
+) -> Method:
     """DP-PMLF (Algorithm 1): per-sample momentum over k iterates, then a low-pass filter.
 
     The weights are beta^j / c_beta and sum to 1 at every step. A sample is clipped once, after its gradients at the k
@@ -108,18 +122,66 @@ def dp_pmlf(k: int = 2, beta: float = 0.1, a: Sequence[float] = (-0.9,), b: Sequ
         beta: The decay of the weights, in (0, 1]; 1 is the plain mean.
         a: Feedback coefficients a_1, a_2, ... of the filter.
         b: Feedforward coefficients b_0, b_1, ... of the filter.
+        bands: The number of bands of the noise shape, 1 to 64. 1 is white noise. More bands move the noise to high
+            frequencies, where the filter removes it, and need cyclic Poisson sampling; the filter is then not
+            bias-corrected, because the correction magnifies early noise.
 
     Returns:
         The method.
 
     Raises:
-        ValueError: k or beta is out of range, the filter is unstable, or -sum(a) + sum(b) is not 1.
+        ValueError: k, beta or bands is out of range, the filter is unstable, or -sum(a) + sum(b) is not 1.
 
     >>> method = dp_pmlf(k=3, beta=0.5)
     >>> method.points.depth, method.low_pass.order
     (2, 1)
     """
-    return Method(name="dp-pmlf", points=_momentum(k, beta), low_pass=LowPass(a=a, b=b))
+    low_pass, noise = _filter_and_noise(a, b, bands)
+    return Method(name="dp-pmlf", points=_momentum(k, beta), low_pass=low_pass, noise=noise)
+
+
+def lp_dpsgd_shaped(a: Sequence[float] = (-0.9,), b: Sequence[float] = (0.1,), bands: int = 8) -> Method:
+    """LP-DPSGD with shaped noise: `lp_dpsgd` with 8 bands.
+
+    Args:
+        a: Feedback coefficients a_1, a_2, ... of the filter.
+        b: Feedforward coefficients b_0, b_1, ... of the filter.
+        bands: The number of bands of the noise shape, 1 to 64.
+
+    Returns:
+        The method.
+
+    Raises:
+        ValueError: As for `lp_dpsgd`.
+
+    >>> lp_dpsgd_shaped().noise.bands, lp_dpsgd_shaped().low_pass.corrected
+    (8, False)
+    """
+    return replace(lp_dpsgd(a, b, bands), name="lp-dpsgd-shaped")
+
+
+def dp_pmlf_shaped(
+    k: int = 2, beta: float = 0.1, a: Sequence[float] = (-0.9,), b: Sequence[float] = (0.1,), bands: int = 8
+) -> Method:
+    """DP-PMLF with shaped noise: `dp_pmlf` with 8 bands.
+
+    Args:
+        k: The number of iterates at which a sample is evaluated, 1 to 1000.
+        beta: The decay of the weights, in (0, 1].
+        a: Feedback coefficients a_1, a_2, ... of the filter.
+        b: Feedforward coefficients b_0, b_1, ... of the filter.
+        bands: The number of bands of the noise shape, 1 to 64. `pmlf.shapes.best` chooses it for a target epsilon.
+
+    Returns:
+        The method.
+
+    Raises:
+        ValueError: As for `dp_pmlf`.
+
+    >>> dp_pmlf_shaped(bands=4).noise.bands
+    4
+    """
+    return replace(dp_pmlf(k, beta, a, b, bands), name="dp-pmlf-shaped")
 
 
 def dp_pmlf_without_pm(a: Sequence[float] = (-0.9,), b: Sequence[float] = (0.1,)) -> Method:
@@ -201,6 +263,8 @@ PRESETS: dict[str, Callable[..., Method]] = {
     "dp-pmlf-without-pm": dp_pmlf_without_pm,
     "dp-pmlf-without-lf": dp_pmlf_without_lf,
     "disk": disk,
+    "lp-dpsgd-shaped": lp_dpsgd_shaped,
+    "dp-pmlf-shaped": dp_pmlf_shaped,
 }
 NAMES = tuple(PRESETS)
 
@@ -228,6 +292,13 @@ def resolve(method: Method | str) -> Method:
             f"{did_you_mean(method, NAMES)}"
         )
     return PRESETS[method]()
+
+
+def _filter_and_noise(a: Sequence[float], b: Sequence[float], bands: int) -> tuple[LowPass, NoiseShape]:
+    """A filter of DC gain 1, and the noise shape that fits it."""
+    corrected = LowPass(a=a, b=b)
+    low_pass = corrected if bands == 1 else LowPass(a=a, b=b, corrected=False)
+    return low_pass, banded(bands, workload=Workload(low_pass=low_pass))
 
 
 def _momentum(k: int, beta: float) -> Points:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pmlf.basics.arguments import is_number, require_positive
+from pmlf.basics.arguments import is_number, require_count, require_positive
 from pmlf.engine.momentum import CLIPPINGS, Clipping
 from pmlf.mechanism.noise import LARGEST_STD
 from pmlf.methods import Method
@@ -28,6 +28,7 @@ class StepSettings:
     expected_batch_size: float
     clipping: Clipping = "flat"
     secure_noise: bool = False  # whether noise is hardened against floating-point attacks
+    cycle: int = 1  # groups of cyclic Poisson sampling; 1 is plain Poisson sampling
 
     def __post_init__(self) -> None:
         require_positive("clip_norm", self.clip_norm, "it bounds one sample's part in the sum; the paper uses 1.0")
@@ -43,8 +44,24 @@ class StepSettings:
             raise ValueError(f"clipping={self.clipping!r} is not known: give one of {', '.join(CLIPPINGS)}")
         if not isinstance(self.secure_noise, bool):
             raise ValueError(f"secure_noise={self.secure_noise!r} is neither True nor False")
+        self._check_cycle()
         object.__setattr__(self, "clip_norm", float(self.clip_norm))
         object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
+
+    def _check_cycle(self) -> None:
+        require_count("cycle", self.cycle, "it is the number of groups of cyclic Poisson sampling; 1 is plain Poisson")
+        bands = self.method.noise.bands
+        if bands > 1 and self.cycle != bands:
+            raise ValueError(
+                f"cycle={self.cycle}, and the noise of {self.method.name!r} has {bands} bands: it is private only if a "
+                f"record takes part at most once in {bands} steps in a row. Draw batches by pmlf.sampling."
+                f"PoissonBatches(..., cycle={bands}) and give cycle={bands} here too, or use make_private"
+            )
+        if bands == 1 and self.cycle > 1:
+            raise ValueError(
+                f"cycle={self.cycle} with the white noise of {self.method.name!r} costs privacy and gains nothing: "
+                f"leave cycle out, or give a method with bands={self.cycle}"
+            )
 
     @property
     def noise_scale(self) -> float:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pmlf.basics.arguments import require_count
 from pmlf.basics.batches import batch_size, select, to_device
 from pmlf.checks.caches import made_from_synthetic_inputs
 from pmlf.checks.comparison import Subject
@@ -33,6 +34,7 @@ from pmlf.engine.strategy import Strategy
 from pmlf.engine.swap import ModelWritten
 from pmlf.mechanism.filters import FilterMemory
 from pmlf.mechanism.noise import Randomness, randomness_from
+from pmlf.mechanism.noise_memory import NoiseMemory
 from pmlf.mechanism.points import History
 from pmlf.methods import Method, resolve
 from pmlf.parallel.agreement import Agreement, facts_of
@@ -50,9 +52,8 @@ class PrivateStep:
     Call `accumulate` on every micro-batch of a Poisson-drawn logical batch, if it is not empty. Then call `release`,
     which leaves the private gradient in `p.grad` of every trainable parameter. Then call `optimizer.step()`.
 
-    Guarantees: adding or removing one sample moves the sum before noise by at most C; noise of standard deviation
-    noise_multiplier * C is added to it once per release; all that follows is post-processing. What it cannot see is how
-    the batch was drawn: draw it by `pmlf.sampling.PoissonBatches`, or use `make_private`.
+    Guarantees: one sample moves the sum before noise by at most C; noise of standard deviation noise_multiplier * C is
+    added once per release. It cannot see how the batch was drawn: use `pmlf.sampling.PoissonBatches` or `make_private`.
 
     Args:
         model: The model to train. Its trainable parameters must not change between `accumulate` and `release`.
@@ -65,6 +66,7 @@ class PrivateStep:
         clipping: "flat" scales v by min(1, C/|v|), "automatic" by C/(|v| + 0.01).
         augmentation: A random change to each sample.
         secure_noise: Whether noise is hardened against floating-point attacks.
+        cycle: The `cycle` of the sampler that draws the batches. Noise of b bands needs cycle=b.
         gradients: "ghost" takes per-sample gradients layer by layer. "vmap" runs every sample as a batch of one, all at
             once by `torch.func`. "one-by-one" runs one sample after the other: slow, for models that the others refuse.
         assume_independent_samples: Whether to skip the proof and the watch that samples do not influence each other.
@@ -89,6 +91,7 @@ class PrivateStep:
         clipping: Clipping = "flat",
         augmentation: Augmentation | None = None,
         secure_noise: bool = False,
+        cycle: int = 1,
         gradients: Gradients = "ghost",
         assume_independent_samples: bool = False,
         strategy: Strategy | None = None,
@@ -107,7 +110,10 @@ class PrivateStep:
             expected_batch_size=expected_batch_size,
             clipping=clipping,
             secure_noise=secure_noise,
+            cycle=cycle,
         )
+        if cycle > 1 and self._processes.size > 1:
+            raise ValueError(f"cycle={cycle} in {self._processes.size} processes: shaped noise runs in one process")
         if self._settings.without_noise:
             warnings.warn("noise_multiplier=0: no noise is added and nothing is private", stacklevel=2)
         self._randomness = randomness_from(generator)
@@ -127,6 +133,7 @@ class PrivateStep:
             strategy=strategy,
         )
         self._history = History(points.depth)
+        self._noise = NoiseMemory(self._settings.method.noise, self._randomness)
         self._filter = FilterMemory(self._settings.method.low_pass)
         self._releases = 0
         self._pending: _Pending | None = None
@@ -154,8 +161,7 @@ class PrivateStep:
 
     @property
     def randomness(self) -> Randomness:
-        """The source of noise and dropout."""
-        return self._randomness
+        return self._randomness  # of noise and dropout
 
     @property
     def processes(self) -> Processes:
@@ -180,8 +186,7 @@ class PrivateStep:
 
     @property
     def releases(self) -> int:
-        """How many private gradients were released so far: the events to account for."""
-        return self._releases
+        return self._releases  # the private gradients released so far
 
     @property
     def pending(self) -> bool:
@@ -190,7 +195,6 @@ class PrivateStep:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """The trainable parameters, in the model's order."""
         return [self.model.get_parameter(name) for name in self._plan.parameters]
 
     def accumulate(self, micro_batch: Any, *, samples: Tensor | None = None) -> None:
@@ -283,7 +287,10 @@ class PrivateStep:
                 noise.seek(part.word)
                 noise.add_gaussian_(value, std, hardened=hardened)
 
-        self._processes.add_up(values, add_noise, hardened=hardened)
+        if self._settings.cycle == 1:
+            self._processes.add_up(values, add_noise, hardened=hardened)
+        else:
+            self._noise.add_(values, std, release=self._releases, hardened=hardened)
         values = [
             value.to(torch.promote_types(p.dtype, torch.float32)) for value, p in zip(values, parameters, strict=True)
         ]
@@ -322,17 +329,15 @@ class PrivateStep:
         """Continue from a saved state of a step with the same method and model."""
         if self._pending is not None and not self._torn:
             raise RuntimeError("a sum is pending: call release() or discard() before load_state_dict()")
-        name = self._settings.method.name
-        if state["method"] != name:
+        if state["method"] != (name := self._settings.method.name):
             raise ValueError(f"the state is of method {state['method']!r}, this step runs {name!r}")
-        releases = state["releases"]
-        if isinstance(releases, bool) or not isinstance(releases, int) or releases < 0:
-            raise ValueError(f"the state counts releases={releases!r}: a whole number of at least 0 is needed")
+        require_count("releases", state["releases"], "it counts the releases of the state", least=0)
         history = History(self._settings.method.points.depth)
         history.load_state_dict(state["history"], like=self.trained)
         memory = FilterMemory(self._settings.method.low_pass)
         memory.load_state_dict(state["filter"])
-        self._history, self._filter, self._releases = history, memory, releases
+        self._history, self._filter, self._releases = history, memory, state["releases"]
+        self._noise = NoiseMemory(self._settings.method.noise, self._randomness)
         self._pending, self._torn = None, False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -355,9 +360,7 @@ class PrivateStep:
 
     def _refuse_torn(self) -> None:
         if self._torn:
-            raise RuntimeError(
-                "a release was interrupted halfway: go back to a saved state (load_state_dict) or build a new step"
-            )
+            raise RuntimeError("a release was interrupted halfway: load a saved state, or build a new step")
 
     def _refuse_written(self, anatomy: Anatomy, pending: _Pending) -> None:
         try:

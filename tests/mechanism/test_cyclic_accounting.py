@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import dp_accounting
 import pytest
 from dp_accounting import pld
 
+from pmlf.cli.main import main
 from pmlf.mechanism import accounting
 from pmlf.mechanism.events import cyclic
 
@@ -55,3 +58,16 @@ def test_groups_of_the_whole_dataset_are_full_batches() -> None:
 def test_bands_that_count_nothing_are_refused(bands: float) -> None:
     with pytest.raises(ValueError, match="bands="):
         cyclic(0.1, 10, bands)  # type: ignore[arg-type]
+
+
+def test_the_command_line_accounts_for_bands(capsys: pytest.CaptureFixture[str]) -> None:
+    setting = ("--records", "50000", "--batch-size", "1000", "--steps", "401", "--noise-multiplier", "1.5")
+    assert main(["account", *setting, "--delta", "1e-5", "--bands", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["epsilon"] == pytest.approx(independent(1.5, 0.16, 51, 1e-5), rel=3e-3) and found["bands"] == 8
+
+
+def test_the_command_line_shows_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["filter", "--bands", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["noise_shape"]
+    assert found["bands"] == 4 and found["left"]["0.0"] < found["left_by_white"]["0.0"]

@@ -38,13 +38,26 @@ def no_progress(fraction: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """The claim about a run: T Poisson-subsampled Gaussian steps of a method."""
+    """The claim about a run of a method: a record is drawn in at most `steps` steps, with probability `sample_rate`.
+
+    A method with noise of b bands takes b times as many steps, each of them from one of b groups of records.
+    """
 
     method: Method
     noise_multiplier: float
     sample_rate: float
     steps: int
     secure_noise: bool = False
+
+    @property
+    def cycle(self) -> int:
+        """The number of groups of records, b; 1 for white noise."""
+        return self.method.noise.bands
+
+    @property
+    def releases(self) -> int:
+        """The number of steps of the run."""
+        return self.steps * self.cycle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +127,49 @@ def audited_scores(
 ) -> Scores:
     """Score each canary by its coordinate of the released sums, added over the steps. Optimal at sample rate 1."""
     included = coins(randomness, canaries)
-    sums = released_sums(mechanism, included, randomness, progress=progress)
-    return Scores(values=sums.sum(0), included=included)
+    sampler = canary_sampler(mechanism, included, randomness)
+    sums = released_sums(mechanism, included, randomness, sampler=sampler, progress=progress)
+    return Scores(values=matched(mechanism, sums, sampler, included, randomness), included=included)
+
+
+def canary_sampler(
+    mechanism: Mechanism, included: NDArray[np.bool_], randomness: Randomness, *, cycle: int | None = None
+) -> PoissonBatches:
+    """The draws of the mechanism from the included canaries; another cycle is for a deliberately broken variant."""
+    dataset = CanaryDataset(included)
+    return PoissonBatches(
+        dataset,
+        expected_batch_size=mechanism.sample_rate * len(dataset) / mechanism.cycle,
+        randomness=randomness,
+        max_physical_batch_size=_PHYSICAL_BATCH,
+        collate_fn=dataset.collate,
+        cycle=mechanism.cycle if cycle is None else cycle,
+    )
+
+
+def matched(
+    mechanism: Mechanism,
+    sums: FloatArray,
+    sampler: PoissonBatches,
+    included: NDArray[np.bool_],
+    randomness: Randomness,
+) -> FloatArray:
+    """One score per canary: the whitened sums along what it would add if it is drawn in all steps of its group.
+
+    With white noise this is the total over the steps. With shaped noise, multiplying by the shape whitens the noise,
+    and a canary adds the columns of the shape that belong to its group's steps. A canary that does not take part gets a
+    random group.
+    """
+    if mechanism.cycle == 1:
+        return np.asarray(sums.sum(0))
+    groups = np.floor(randomness.stream("absent").words(len(included)) / 2.0**64 * mechanism.cycle).astype(int)
+    for group in range(mechanism.cycle):
+        groups[np.flatnonzero(included)[sampler.eligible(group)]] = group
+    matrix = mechanism.method.noise.matrix(len(sums))
+    correlated = matrix.T @ (matrix @ sums)
+    lengths = np.sqrt([np.sum(matrix[:, group :: mechanism.cycle] ** 2) for group in range(mechanism.cycle)])
+    own = np.arange(len(sums))[:, None] % mechanism.cycle == groups
+    return np.asarray(np.where(own, correlated, 0.0).sum(0) / lengths[groups])
 
 
 def released_sums(
@@ -123,6 +177,7 @@ def released_sums(
     included: NDArray[np.bool_],
     randomness: Randomness,
     *,
+    sampler: PoissonBatches | None = None,
     noise: Randomness | None = None,
     accumulate: Callable[[PrivateStep, Tensor], Any] = PrivateStep.accumulate,
     progress: ProgressCallback = no_progress,
@@ -135,12 +190,14 @@ def released_sums(
         mechanism: Method, noise, sample rate and steps.
         included: Which canaries take part.
         randomness: Source of the batches and, by default, of the noise.
+        sampler: The draws; by default those of the mechanism.
         noise: Another source of noise, for a deliberately broken variant.
         accumulate: Another way to add a micro-batch, for a deliberately broken variant.
         progress: Called with the fraction of the work done since the last call.
     """
-    dataset, model = CanaryDataset(included), linear_model(len(included))
-    batch_size = mechanism.sample_rate * len(dataset)
+    sampler = canary_sampler(mechanism, included, randomness) if sampler is None else sampler
+    model = linear_model(len(included))
+    batch_size = sampler.rate * sampler.population
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     step = PrivateStep(
         model,
@@ -151,19 +208,13 @@ def released_sums(
         expected_batch_size=batch_size,
         generator=noise or randomness,
         secure_noise=mechanism.secure_noise,
-    )
-    sampler = PoissonBatches(
-        dataset,
-        expected_batch_size=batch_size,
-        randomness=randomness,
-        max_physical_batch_size=_PHYSICAL_BATCH,
-        collate_fn=dataset.collate,
+        cycle=mechanism.cycle,
     )
     released = []
-    for batch in sampler.batches(0, mechanism.steps):
+    for batch in sampler.batches(0, mechanism.releases):
         for micro_batch in batch:
             accumulate(step, micro_batch)
-            progress(len(micro_batch) / (batch_size * mechanism.steps))
+            progress(len(micro_batch) / (batch_size * mechanism.releases))
         step.release()
         released.append(gradient(model))
         optimizer.step()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pmlf.audit import shaped_controls
 from pmlf.audit.bounds import FloatArray
 from pmlf.audit.canaries import (
     CLIP_NORM,
@@ -254,5 +255,33 @@ CONTROLS: tuple[Control, ...] = (
         sample_rate=1.0,
         steps=1,
         scores=_batch_norm,
+    ),
+    Control(
+        name="shaped-all-groups",
+        broken="draws from all records at every step where shaped noise is accounted for groups in turn",
+        sample_rate=1.0,
+        steps=2,
+        scores=shaped_controls.drawn_from_all_groups,
+    ),
+    Control(
+        name="shaped-as-white",
+        broken="shapes its noise, draws by plain Poisson sampling, and is accounted for as if the noise were white",
+        sample_rate=1.0,
+        steps=8,
+        scores=shaped_controls.accounted_as_white,
+    ),
+    Control(
+        name="shaped-not-normalised",
+        broken="shapes its noise by a matrix with columns of norm above 1",
+        sample_rate=1.0,
+        steps=2,
+        scores=shaped_controls.not_normalised,
+    ),
+    Control(
+        name="shaped-memory-shared",
+        broken="copies of a run go on with the same memory of shaped noise",
+        sample_rate=1.0,
+        steps=1,
+        scores=shaped_controls.memory_shared,
     ),
 )

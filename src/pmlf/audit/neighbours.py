@@ -20,6 +20,7 @@ from pmlf.basics.batches import batch_size, select, tensors_of, to_dtype
 from pmlf.engine.passes import LossFunction
 from pmlf.mechanism.filters import LowPass
 from pmlf.mechanism.noise import SeededRandomness, Stream
+from pmlf.mechanism.shapes import NoiseShape
 from pmlf.methods import Method
 from pmlf.step import PrivateStep
 
@@ -90,7 +91,8 @@ class Releases:
         self._model = copy.deepcopy(audited.model)
         if not training:
             self._model.eval()
-        methods = audited.parts or (audited.method,)
+        # every step is looked at by itself, with all records, so the noise of the audit is white
+        methods = tuple(replace(method, noise=NoiseShape.white()) for method in audited.parts or (audited.method,))
         if not filtered:
             methods = tuple(replace(method, low_pass=LowPass()) for method in methods)
         noises = [noise_multiplier, *[0.0] * (len(methods) - 1)]

@@ -148,6 +148,7 @@ def _pmlf(method: Method, *, whole_step: bool = False) -> Callable[[nn.Module, B
             clip_norm=CLIP_NORM,
             noise_multiplier=1.0 if whole_step else _TINY_NOISE,
             expected_batch_size=repeats * len(batch[1]) if whole_step else 1,  # 1: the release is the clipped sum
+            cycle=method.noise.bands,
         )
         for _ in range(method.points.depth):  # releases of empty batches, until all past iterates exist
             step.release()

@@ -38,7 +38,13 @@ class Account(Budget, Command):
     """Also print the epsilon for a person with this number of records (group privacy). It grows faster than the
     number of records."""
 
+    bands: int = 1
+    """Shaped noise with this many bands, and records drawn from as many groups in turn; 1 is white noise.
+    A record is then drawn in at most ceil(steps / bands) steps, with probability bands * batch size / n."""
+
     def execute(self) -> int:
+        if self.group is not None and self.bands > 1:
+            raise ValueError("--group and --bands are both given: the records of a person are in different groups")
         if self.certificate is not None and self.ledger is not None:
             raise ValueError("--certificate and --ledger are both given: give one of them")
         if self.certificate is not None:
@@ -80,7 +86,8 @@ class Account(Budget, Command):
                 **asdict(t.plan.event),
                 "planned_steps": t.plan.steps,
                 "seeded": tally.replayable(t),
-                "events": count,
+                "bands": t.plan.bands,
+                "events": count if t.plan.bands == 1 else tally.parts_of(t)[-1],
                 **({"queries": [query.name for query in t.plan.queries]} if t.plan.queries else {}),
             }
             for t, count in tally.trials.items()
@@ -118,11 +125,20 @@ class Account(Budget, Command):
         if noise_multiplier is None:
             assert budget.epsilon is not None
             noise_multiplier = accounting.noise_multiplier(
-                target_epsilon=budget.epsilon, target_delta=budget.delta, sample_rate=rate, steps=steps
+                target_epsilon=budget.epsilon,
+                target_delta=budget.delta,
+                sample_rate=rate,
+                steps=steps,
+                bands=self.bands,
             )
         pld, rdp = (
             accounting.epsilon(
-                noise_multiplier=noise_multiplier, sample_rate=rate, steps=steps, delta=budget.delta, accountant=name
+                noise_multiplier=noise_multiplier,
+                sample_rate=rate,
+                steps=steps,
+                delta=budget.delta,
+                accountant=name,
+                bands=self.bands,
             )
             for name in ("pld", "rdp")
         )
@@ -141,13 +157,14 @@ class Account(Budget, Command):
                 "batch_size": self.batch_size,
                 "sample_rate": rate,
                 "steps": steps,
+                "bands": self.bands,
                 **({} if group is None else {"group": self.group, "epsilon_of_group": group}),
             },
             facts(
                 [
                     ("noise multiplier", f"{noise_multiplier:.5g}"),
                     ("epsilon", f"{pld:.5g} by PLD, {rdp:.5g} by RDP, at delta {budget.delta:.3g}"),
-                    ("steps", f"{steps}, each record drawn with probability {rate:.4g}"),
+                    ("steps", _drawn(rate, steps, self.bands)),
                     *([] if group is None else [_group_line(self.group, group, budget.delta)]),
                 ]
             ),
@@ -158,3 +175,12 @@ class Account(Budget, Command):
 def _group_line(records: int | None, epsilon: float, delta: float) -> tuple[str, str]:
     meaning = "too large to protect anyone" if epsilon > _NO_GUARANTEE else "for adding or removing all of them"
     return f"{records} records", f"epsilon {epsilon:.5g} at delta {delta:.3g}, {meaning}"
+
+
+def _drawn(rate: float, steps: int, bands: int) -> str:
+    from pmlf.mechanism import accounting
+
+    if bands == 1:
+        return f"{steps}, each record drawn with probability {rate:.4g}"
+    in_group, events = accounting.cyclic(rate, steps, bands)
+    return f"{steps}, each record drawn with probability {in_group:.4g} in at most {events} of them"

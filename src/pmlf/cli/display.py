@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # they import torch, which takes seconds
     from pmlf.audit import AuditReport, ModelReport
     from pmlf.evidence.certificate import Claim
     from pmlf.mechanism.filter_report import FilterReport
+    from pmlf.mechanism.shape_report import ShapeReport
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _MOST_MOVES_NAMED = 3
@@ -175,6 +176,22 @@ def filter_summary(report: FilterReport) -> str:
             ("mean delay", "none" if report.mean_delay is None else f"{report.mean_delay:.4g} steps"),
             ("weights", listed(report.weights)),
             ("all weights >= 0", "yes" if report.convex else "no"),
+        ]
+    )
+
+
+def shape_summary(report: ShapeReport) -> str:
+    """What a noise shape does with a filter, at equal noise multipliers."""
+
+    def ratios(left: Mapping[float, float]) -> str:
+        return "  ".join(f"{value:.3g} (h={curvature:g})" for curvature, value in left.items())
+
+    return facts(
+        [
+            ("noise shape", "  ".join(f"{value:.4g}" for value in report.coefficients)),
+            ("noise of a release", f"{report.power:.4g}, after the filter {report.filtered_power:.4g}"),
+            ("left in parameters", ratios(report.left)),
+            ("left by white noise", ratios(report.left_by_white)),
         ]
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,11 +43,16 @@ class Filter(Command):
     uncorrected: bool = False
     """No bias correction. Allows any DC gain, as in the filter of inner-outer: `--a -0.9 --b 1`."""
 
+    bands: int = 1
+    """Also shape the noise with this many bands, fitted to the filter, which then has no bias correction.
+    Prints what is left of the noise in the parameters after 500 steps, and --plot draws the spectra."""
+
     weights: int = 8
     """Number of impulse response weights to print."""
 
     plot: Annotated[Path | None, shown_default("none")] = None
-    """Write a chart of the frequency response and the impulse response: a .png, .pdf or .svg file."""
+    """Write a chart to a .png, .pdf or .svg file: the frequency response and the impulse response; with --bands the
+    spectra of the noise before and after the filter."""
 
     def execute(self) -> int:
         from pmlf.mechanism import filter_report
@@ -56,6 +61,8 @@ class Filter(Command):
         if self.weights < 1:
             raise ValueError(f"weights={self.weights} is not a number of weights to print: give 1 or more")
         low_pass = self._low_pass()
+        if self.bands != 1:
+            return self._with_shape(replace(low_pass, corrected=False))
         report = filter_report.analyse(low_pass, self.weights)
         # 51 points from 0 to 1/2, both included, are 1/100 of a cycle apart
         _, response = low_pass.frequency_response(51)
@@ -67,6 +74,19 @@ class Filter(Command):
             "frequency_response": [{"frequency": f, "gain": gain} for f, gain in gains.items()],
         }
         self.show(document, display.filter_summary(report), display.response_table(gains))
+        return 0
+
+    def _with_shape(self, low_pass: LowPass) -> int:
+        from pmlf.mechanism import filter_report, shape_report
+        from pmlf.mechanism.shape_fit import Workload, banded
+
+        shape = banded(self.bands, workload=Workload(low_pass=low_pass))
+        found = shape_report.analyse_shape(low_pass, shape, Workload().steps)
+        if self.plot:
+            shape_report.plot_shape(low_pass, shape, self.plot)
+        report = filter_report.analyse(low_pass, self.weights)
+        document = {**asdict(report), "noise_shape": asdict(found)}
+        self.show(document, display.filter_summary(report), display.shape_summary(found))
         return 0
 
     def _low_pass(self) -> LowPass:

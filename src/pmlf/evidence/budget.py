@@ -130,6 +130,11 @@ class BudgetGuard:
         return self.tally.events_of(self._session.run)
 
     @property
+    def run_steps(self) -> int:
+        """The number of steps of this run, each counted as often as it was released with fresh noise."""
+        return self.run_parts[-1] if self._plan.bands == 1 else self.tally.releases_of(self._session.run)
+
+    @property
     def run_parts(self) -> tuple[int, ...]:
         """The number of events of each part of the plan: of every query, and at last of the steps."""
         same = [t for t in self.tally.trials if (t.run, t.plan.queries) == (self._session.run, self._plan.queries)]
@@ -146,7 +151,8 @@ class BudgetGuard:
         """Whether all events belong to one start of one plan, so that their number depends on no result."""
         one_beginning = all(trial == self._session.trial for trial in self.tally.trials)
         trials = self.tally.trials
-        return one_beginning and all(self._within(self.tally.parts_of(trial)) for trial in trials)
+        within = all(self._within(self.tally.parts_of(trial)) for trial in trials)
+        return one_beginning and within and self.run_steps <= self._plan.steps
 
     def _within(self, counts: Sequence[int]) -> bool:
         """Whether no part of the plan has more events than planned."""
@@ -186,13 +192,13 @@ class BudgetGuard:
             return True
         if self._plan.queries:
             return self._affords_beside_queries(step, target)
-        count = self.tally.events.get(event, 0) + 1
+        count = self.tally.events.get(event, 0) + self.tally.cost(self._session, step)
         beside = {other: n for other, n in self.tally.events.items() if other != event}
         if count > self._affordable or beside != self._beside:  # other runs may spend from the same ledger
             self._beside = beside
             self._affordable = accounting.affordable_steps(
                 event,
-                at_most=max(count, self._plan.steps),
+                at_most=max(count, self._plan.parts[-1][1]),
                 target_epsilon=target,
                 delta=self._plan.delta,
                 accountant="rdp" if self.filtered else "pld",
@@ -232,10 +238,10 @@ class BudgetGuard:
         return compose(self.tally.events, delta=self._plan.delta)
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of events since the run's start, its random name, and the position in the ledger."""
+        """The releases of each group since the run's start, its random name, and the position in the ledger."""
         position = self._ledger.position
         return {
-            "events": self.tally.events_since(self._session.beginning),
+            "releases": self.tally.releases_by_group(self._session.beginning),
             "beginning": self._session.beginning,
             "position": None if position is None else asdict(position),
         }
@@ -249,7 +255,7 @@ class BudgetGuard:
         Raises:
             ValueError: The state was saved with another ledger, or with one where this run has none.
         """
-        position, events = state["position"], state["events"]
+        position = state["position"]
         if (position is None) == self._ledger.on_disk:
             raise ValueError(
                 "the state was saved without a ledger, so its steps are not in this one: resume without a ledger"
@@ -260,8 +266,10 @@ class BudgetGuard:
             self._ledger.require(Position(**position))
         self._session = replace(self._session, beginning=state["beginning"])
         if not self._ledger.on_disk:
-            for step in range(self.tally.events_since(self._session.beginning), events):
-                self._ledger.spend(self._session, step=step)
+            known = self.tally.releases_by_group(self._session.beginning) or [0] * self._plan.bands
+            for group, (least, most) in enumerate(zip(known, state["releases"], strict=False)):
+                for turn in range(least, most):
+                    self._ledger.spend(self._session, step=group + turn * self._plan.bands)
 
 
 def continued_noise(ledger: Ledger) -> float | None:

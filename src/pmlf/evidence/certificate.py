@@ -16,17 +16,20 @@ import torch
 from pmlf.evidence.budget import BudgetGuard
 from pmlf.evidence.statement import (
     ADJACENCY,
+    BANDS,
     CAPPED,
     FILTER,
     FORMAT,
-    MECHANISM,
     NOT_ACCOUNTED_FOR,
     PLD,
-    SAMPLER,
+    SHAPE,
+    STEPS,
     UNIT,
     Contradiction,
     Statement,
+    mechanism,
     read_statement,
+    sampler,
 )
 from pmlf.evidence.tally import PrivacyPlan, Trial, events_of
 from pmlf.mechanism import accounting
@@ -84,7 +87,7 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
     return sealed(
         {
             "certificate": FORMAT,
-            "mechanism": MECHANISM,
+            "mechanism": mechanism(plan.bands),
             "unit_of_privacy": UNIT,
             "adjacency": ADJACENCY,
             "dataset": budget.dataset,
@@ -95,7 +98,7 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
             "epsilon_at_planned_steps": _by_accountant(plan.events, plan.delta),
             "epsilon_at_released_steps": _by_accountant(events_of(plan, parts), plan.delta),
             "planned_steps": plan.steps,
-            "released_steps": parts[-1],
+            "released_steps": budget.run_steps,
             **_queries(plan, parts),
             "steps_of_the_model": run.steps_done,
             "records": run.records,
@@ -105,13 +108,15 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
             "clip_norm": run.clip_norm,
             "clipping": run.clipping,
             "method": _method(run.method),
-            "sampler": SAMPLER,
+            "sampler": sampler(plan.bands),
             "randomness": run.randomness,
             "reproducible_noise": run.reproducible,
             "independence_of_samples": run.independence,
             "watched_at_every_step": run.watched,
             "processes": run.processes,
-            "trials": [_trial(trial, budget.tally.parts_of(trial)) for trial in budget.tally.trials],
+            "trials": [
+                _trial(trial, budget.tally.parts_of(trial), releases) for trial, releases in budget.tally.trials.items()
+            ],
             "not_accounted_for": list(NOT_ACCOUNTED_FOR),
             "versions": _versions(),
         }
@@ -125,6 +130,7 @@ def _method(method: Method) -> dict[str, Any]:
         "points": [{"coefficients": list(p.coefficients), "weight": p.weight} for p in method.points.points],
         "weights_normalised": method.points.normalised,
         "filter": {"a": list(low_pass.a), "b": list(low_pass.b), "corrected": low_pass.corrected},
+        **({SHAPE: list(method.noise.coefficients)} if method.noise.bands > 1 else {}),
     }
 
 
@@ -136,7 +142,7 @@ def _queries(plan: PrivacyPlan, parts: Sequence[int]) -> dict[str, Any]:
     return {"queries": [{"name": q.name, **asdict(q.event), "planned": q.count, "released": n} for q, n in pairs]}
 
 
-def _trial(trial: Trial, parts: Sequence[int]) -> dict[str, Any]:
+def _trial(trial: Trial, parts: Sequence[int], releases: int) -> dict[str, Any]:
     plan = trial.plan
     return {
         "run": trial.run,
@@ -147,6 +153,7 @@ def _trial(trial: Trial, parts: Sequence[int]) -> dict[str, Any]:
         "delta": plan.delta,
         "events": parts[-1],
         **_queries(plan, parts),
+        **({BANDS: plan.bands, STEPS: releases} if plan.bands > 1 else {}),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from pmlf.evidence.certificate import UNBOUNDED
-from pmlf.evidence.statement import CAPPED, FILTER
+from pmlf.evidence.statement import CAPPED, FILTER, SHAPE
 
 # When the epsilons of the planned and of the released steps hold, by composition.
 _VALID_BY_PLAN = ("even if results were seen during training", "if the run was not stopped because of results")
@@ -77,12 +77,17 @@ def _mechanism(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("unit of privacy", document["unit_of_privacy"]),
         ("records, n", f"{document['records']:,}"),
         ("expected batch size, B", f"{document['expected_batch_size']:,}"),
-        ("sampling rate, q = B/n", _number(document["sample_rate"])),
+        (_rate_label(document), _number(document["sample_rate"])),
         ("noise multiplier, z", _number(document["noise_multiplier"])),
         ("clip norm, C", f"{_number(document['clip_norm'])}, {document['clipping']}"),
         ("target epsilon", "none: the noise multiplier was given" if target is None else _number(target)),
         ("steps in the model", f"{document['steps_of_the_model']:,} of {document['planned_steps']:,}"),
     ]
+
+
+def _rate_label(document: Mapping[str, Any]) -> str:
+    bands = len(document["method"].get(SHAPE, ())) or 1
+    return "sampling rate, q = B/n" if bands == 1 else f"sampling rate in a group, p = {bands} B/n"
 
 
 def _method(document: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -98,6 +103,7 @@ def _method(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("filter a", ", ".join(map(_number, low_pass["a"])) or "none"),
         ("filter b", ", ".join(map(_number, low_pass["b"]))),
         ("bias correction", "yes" if low_pass["corrected"] else "no"),
+        ("noise shape", ", ".join(map(_number, method.get(SHAPE, ()))) or "white"),
         ("sampler", f"{document['sampler']}: each record joins a batch independently"),
         ("noise", document["randomness"]),
         ("samples are independent", document.get("independence_of_samples", "not stated")),

@@ -33,8 +33,10 @@ def header(dataset: str) -> str:
 
 
 def session_text(session: Session) -> str:
-    """The text of the line with which a run begins or resumes. A plan without queries does not mention them."""
+    """The text of the line with which a run begins or resumes. What a plan does not have is left out."""
     document = asdict(session)
+    if session.bands == 1:
+        del document["bands"]
     if not session.queries:
         del document["queries"]
     return json.dumps(document)
@@ -172,6 +174,9 @@ def _session(document: Mapping[str, Any]) -> Session:
         and session.delta < 1
         and _is_count(session.planned_steps)
         and _is_count(session.first_step)
+        and _is_count(session.bands)
+        and session.bands >= 1
+        and not (session.queries and session.bands > 1)
     ):
         raise _Refused("is a run with values out of range")
     return session

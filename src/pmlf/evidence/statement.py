@@ -40,14 +40,30 @@ NOT_ACCOUNTED_FOR = (
 )
 _FIXED = {  # entries with one allowed value
     "certificate": FORMAT,
-    "mechanism": MECHANISM,
     "unit_of_privacy": UNIT,
     "adjacency": ADJACENCY,
-    "sampler": SAMPLER,
     "not_accounted_for": list(NOT_ACCOUNTED_FOR),
 }
 _ROUNDING = 1e-9  # relative
 _OTHER_ACCOUNTANT = 1e-3  # relative: the target may have been met by another version of the accountant
+SHAPE, BANDS, STEPS = "noise_shape", "bands", "steps"  # entries of shaped noise alone
+
+
+def mechanism(bands: int) -> str:
+    """What a step releases; for shaped noise with the argument for its epsilon."""
+    if bands == 1:
+        return MECHANISM
+    return (
+        f"Gaussian noise shaped by a matrix with {bands} bands and columns of norm at most 1, on Poisson batches from "
+        f"{bands} groups in turn: a record takes part at most once in {bands} steps in a row, where its parts in the "
+        "matrix times the sums are orthogonal and at most the clip norm, so each is one Poisson-subsampled Gaussian "
+        "(Choquette-Choo et al. 2023)"
+    )
+
+
+def sampler(bands: int) -> str:
+    """How batches are drawn."""
+    return SAMPLER if bands == 1 else f"cyclic Poisson, {bands} groups"
 
 
 class Contradiction(ValueError):
@@ -69,6 +85,7 @@ class Statement:
         steps_of_the_model: The number of steps that the model has taken.
         trials: The number of steps of every trial.
         trial_queries: The number of releases of each query of every trial.
+        trial_events: The number of events of every trial: with cyclic sampling, the steps of the group that had most.
         in_a_ledger: Whether the events are in a ledger.
     """
 
@@ -82,20 +99,30 @@ class Statement:
     steps_of_the_model: int
     trials: Mapping[Trial, int]
     trial_queries: Mapping[Trial, tuple[int, ...]]
+    trial_events: Mapping[Trial, int]
     in_a_ledger: bool
 
     @property
     def events(self) -> Mapping[Event, int]:
         """The number of events of each kind, over all trials."""
         found: Counter[Event] = Counter()
-        for trial, count in self.trials.items():
+        for trial, count in self.trial_events.items():
             found += events_of(trial.plan, (*self.trial_queries[trial], count))
         return found
 
     @property
+    def released_events(self) -> int:
+        """The number of events of the run's steps. Of several runs with as many steps, the largest number counts."""
+        steps, events = Counter[str](), Counter[str]()
+        for trial, count in self.trials.items():
+            steps[trial.run] += count
+            events[trial.run] += self.trial_events[trial]
+        return max((events[run] for run in steps if steps[run] == self.released_steps), default=0)
+
+    @property
     def released(self) -> Mapping[Event, int]:
         """The number of events of each kind that the run released."""
-        return events_of(self.plan, (*self.released_queries, self.released_steps))
+        return events_of(self.plan, (*self.released_queries, self.released_events))
 
     def check(self) -> None:
         """Check that the numbers agree with each other.
@@ -115,6 +142,10 @@ class Statement:
             raise Contradiction(f"released_steps={self.released_steps} is the number of events of no run in the trials")
         if not self.in_a_ledger and len(by_run) > 1:
             raise Contradiction("it names no dataset, so it has no ledger, and lists trials of several runs")
+        for trial, count in self.trials.items():
+            events, bands = self.trial_events[trial], trial.plan.bands
+            if not -(-count // bands) <= events <= count:
+                raise Contradiction(f"run {trial.run!r} has {count} steps in {bands} groups, and {events} events")
         self._check_queries()
         if self.composition == PLD:
             self._check_as_planned()
@@ -146,7 +177,9 @@ class Statement:
                 f"it composes by PLD, for one run as planned, with {self.released_steps} released steps in "
                 f"{len(self.trials)} trials"
             )
-        if any(count > planned for count, (_, planned) in zip(counts, self.plan.parts, strict=True)):
+        events = (*self.released_queries, self.released_events)
+        above = any(count > planned for count, (_, planned) in zip(events, self.plan.parts, strict=True))
+        if above or self.released_steps > self.plan.steps:
             raise Contradiction(
                 f"it composes by PLD, as planned, and {self.released_steps} steps were released of {self.plan.steps} "
                 "planned, or more queries than planned"
@@ -160,7 +193,8 @@ class Statement:
     def _check_plans(self, spent: int) -> None:
         """CAPPED: one plan, started again or with repeated steps. FILTER: several plans, this run's perhaps not yet."""
         keys = {trial.key for trial in self.trials}
-        own = len(keys) == 1 and {key[1:] for key in keys} == {(self.plan.event, self.plan.steps, self.plan.queries)}
+        plan = self.plan
+        own = len(keys) == 1 and {key[1:] for key in keys} == {(plan.event, plan.steps, plan.queries, plan.bands)}
         if self.composition == CAPPED and not (own and spent == self.released_steps):
             raise Contradiction("it composes by PLD up to the target, for one plan, and its trials have others")
         if self.composition == FILTER and (not keys or (own and self.released_steps > 0)):
@@ -202,10 +236,13 @@ def read_statement(document: Mapping[str, Any]) -> Statement:
     for name, value in _FIXED.items():
         entries.same(name, value)
     _check_description(entries)
-    trials, trial_queries = _trials(entries.parts("trials"))
+    bands = _bands(entries.part("method"))
+    entries.same("mechanism", mechanism(bands))
+    entries.same("sampler", sampler(bands))
+    trials, trial_queries, trial_events = _trials(entries.parts("trials"))
     statement = Statement(
         epsilon=entries.optional("epsilon", entries.amount),
-        plan=_plan(entries),
+        plan=_plan(entries, bands),
         composition=entries.one_of("composition", (PLD, CAPPED, FILTER)),
         at_planned_steps=entries.amounts("epsilon_at_planned_steps", ACCOUNTANTS),
         at_released_steps=entries.amounts("epsilon_at_released_steps", ACCOUNTANTS),
@@ -214,19 +251,33 @@ def read_statement(document: Mapping[str, Any]) -> Statement:
         released_queries=_released(entries),
         trials=trials,
         trial_queries=trial_queries,
+        trial_events=trial_events,
         in_a_ledger=entries.optional("dataset", entries.text) is not None,
     )
     statement.check()
     return statement
 
 
-def _plan(entries: JsonObject) -> PrivacyPlan:
+def _bands(method: JsonObject) -> int:
+    """The number of bands of the noise shape, whose columns must have norm at most 1."""
+    if not method.has(SHAPE):
+        return 1
+    coefficients = method.numbers(SHAPE)
+    if len(coefficients) < 2 or math.hypot(*coefficients) > 1 + _ROUNDING:
+        raise Contradiction(
+            f"{SHAPE} has {len(coefficients)} coefficients of norm {math.hypot(*coefficients)}, above 1"
+        )
+    return len(coefficients)
+
+
+def _plan(entries: JsonObject, bands: int) -> PrivacyPlan:
     return PrivacyPlan(
         event=entries.event(),
         steps=entries.count("planned_steps", least=1),
         delta=entries.probability("delta"),
         target_epsilon=entries.optional("target_epsilon", entries.positive),
         queries=tuple(_query(each) for each in _listed_queries(entries)),
+        bands=bands,
     )
 
 
@@ -243,22 +294,29 @@ def _released(entries: JsonObject) -> tuple[int, ...]:
     return tuple(each.count("released") for each in _listed_queries(entries))
 
 
-def _trials(listed: list[JsonObject]) -> tuple[Mapping[Trial, int], Mapping[Trial, tuple[int, ...]]]:
-    """The steps of every trial, and its queries."""
-    found: dict[Trial, int] = {}
+def _trials(
+    listed: list[JsonObject],
+) -> tuple[Mapping[Trial, int], Mapping[Trial, tuple[int, ...]], Mapping[Trial, int]]:
+    """The steps of every trial, its queries, and the events of its steps."""
+    steps: dict[Trial, int] = {}
     queries: dict[Trial, tuple[int, ...]] = {}
+    events: dict[Trial, int] = {}
     for entries in listed:
-        entries.require(*_TRIAL, optional=(_QUERIES,))
-        trial = Trial(run=entries.text("run"), beginning=entries.text("beginning"), plan=_plan(entries))
-        if trial in found:
+        entries.require(*_TRIAL, optional=(_QUERIES, BANDS, STEPS))
+        bands = entries.count(BANDS, least=2) if entries.has(BANDS) else 1
+        trial = Trial(run=entries.text("run"), beginning=entries.text("beginning"), plan=_plan(entries, bands))
+        if trial in steps:
             raise Contradiction(f"its trials list one start of the run {trial.run!r} twice")
         queries[trial] = _released(entries)
-        found[trial] = entries.count("events", least=0 if any(queries[trial]) else 1)
-    return found, queries
+        events[trial] = entries.count("events", least=0 if any(queries[trial]) else 1)
+        steps[trial] = entries.count(STEPS, least=1) if bands > 1 else events[trial]
+    return steps, queries, events
 
 
 _NAMES = (
     *_FIXED,
+    "mechanism",
+    "sampler",
     "dataset",
     "epsilon",
     "delta",
@@ -301,9 +359,10 @@ _VERSIONS = ("python", "torch", "dp-accounting", "dp-pmlf")
 def _check_description(entries: JsonObject) -> None:
     """Check what the epsilon does not depend on: sizes, method, randomness, versions."""
     records, size = entries.count("records", least=1, most=2**63), entries.positive("expected_batch_size")
-    rate = entries.event().sample_rate
-    if not math.isclose(size / records, rate, rel_tol=_ROUNDING):
-        raise Contradiction(f"sample_rate={rate} is not expected_batch_size / records = {size / records}")
+    method = entries.part("method")
+    rate, expected = entries.event().sample_rate, _bands(method) * size / records
+    if not math.isclose(min(expected, 1.0), rate, rel_tol=_ROUNDING) or expected > 1 + _ROUNDING:
+        raise Contradiction(f"sample_rate={rate} is not expected_batch_size / records = {expected}")
     entries.positive("clip_norm")
     entries.one_of("clipping", CLIPPINGS)
     seeded = entries.text("randomness").startswith(SeededRandomness.description)
@@ -315,8 +374,7 @@ def _check_description(entries: JsonObject) -> None:
         entries.count(_PROCESSES, least=1)
     if entries.truth("reproducible_noise") != seeded:
         raise Contradiction("reproducible_noise is not what its randomness says")
-    method = entries.part("method")
-    method.require("name", "points", "weights_normalised", "filter")
+    method.require("name", "points", "weights_normalised", "filter", optional=(SHAPE,))
     method.text("name")
     method.truth("weights_normalised")
     for point in method.parts("points"):

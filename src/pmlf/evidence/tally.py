@@ -1,6 +1,8 @@
 """Counting events: how many of each kind every run has spent.
 
 The events of a plan are numbered from 0: first its named queries in their order, then its steps.
+With cyclic sampling in b groups a step concerns the records of one group alone. The events of a run are then the steps
+of the group that had most.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class PrivacyPlan:
         delta: The delta at which epsilon is computed.
         target_epsilon: The epsilon that the run must not pass; None if the noise is given instead.
         queries: What is released before the steps, in order.
+        bands: b, the number of groups of cyclic sampling and of bands of the noise; 1 is plain Poisson sampling.
 
     >>> step, mean = (Event(noise_multiplier=z, sample_rate=1.0) for z in (20.0, 25.0))
     >>> plan = PrivacyPlan(event=step, steps=30, delta=1e-5, target_epsilon=1.0,
@@ -50,16 +53,21 @@ class PrivacyPlan:
     delta: float
     target_epsilon: float | None
     queries: tuple[Query, ...] = ()
+    bands: int = 1
+
+    def __post_init__(self) -> None:
+        if self.queries and self.bands > 1:
+            raise ValueError(f"bands={self.bands} with queries: a plan with shaped noise has steps alone")
 
     @property
     def parts(self) -> tuple[tuple[Event, int], ...]:
         """The kind and number of events of every query, and at last of the steps."""
-        return (*((query.event, query.count) for query in self.queries), (self.event, self.steps))
+        return (*((query.event, query.count) for query in self.queries), (self.event, -(-self.steps // self.bands)))
 
     @property
     def releases(self) -> int:
-        """The number of events planned: queries and steps."""
-        return sum(count for _, count in self.parts)
+        """The number of releases planned: queries and steps."""
+        return sum(query.count for query in self.queries) + self.steps
 
     @property
     def events(self) -> Mapping[Event, int]:
@@ -102,9 +110,9 @@ class Trial:
     plan: PrivacyPlan
 
     @property
-    def key(self) -> tuple[str, Event, int, tuple[Query, ...]]:
+    def key(self) -> tuple[str, Event, int, tuple[Query, ...], int]:
         """The run, its kinds and numbers of events: equal for all starts of one run under one plan."""
-        return self.run, self.plan.event, self.plan.steps, self.plan.queries
+        return self.run, self.plan.event, self.plan.steps, self.plan.queries, self.plan.bands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +131,7 @@ class Session:
             beginning. Without a seed every step counts every time.
         first_step: The number of the session's first event.
         queries: What is released before the steps.
+        bands: The number of groups of cyclic sampling; 1 is plain Poisson sampling.
     """
 
     run: str
@@ -135,6 +144,7 @@ class Session:
     replayable: bool
     first_step: int
     queries: tuple[Query, ...] = ()
+    bands: int = 1
 
     @classmethod
     def of(cls, trial: Trial, *, replayable: bool) -> Session:
@@ -151,6 +161,7 @@ class Session:
             replayable=replayable,
             first_step=0,
             queries=plan.queries,
+            bands=plan.bands,
         )
 
     @property
@@ -167,6 +178,7 @@ class Session:
             delta=self.delta,
             target_epsilon=self.target_epsilon,
             queries=self.queries,
+            bands=self.bands,
         )
         return Trial(run=self.run, beginning=self.beginning, plan=plan)
 
@@ -193,14 +205,14 @@ class Tally:
         self._parts: Counter[tuple[Trial, int]] = Counter()
         self._events: Counter[Event] = Counter()
         self._runs: Counter[str] = Counter()
-        self._beginnings: Counter[str] = Counter()
+        self._groups: dict[Trial, list[int]] = {}  # releases by group: one group, if sampling is not cyclic
         self._replayed: dict[tuple[str, str, Event, tuple[Query, ...]], set[int]] = {}
         self._session: Session | None = None
         self._next_step = 0
 
     @property
     def trials(self) -> Mapping[Trial, int]:
-        """The number of events of each trial, in the order in which the trials began."""
+        """The number of releases of each trial, in the order in which the trials began."""
         return self._trials
 
     @property
@@ -214,11 +226,16 @@ class Tally:
 
     def events_of(self, run: str) -> int:
         """The number of events of a run."""
+        return sum(sum(self.parts_of(trial)) for trial in self._trials if trial.run == run)
+
+    def releases_of(self, run: str) -> int:
+        """The number of releases of a run, each counted as often as it happened with fresh noise."""
         return self._runs[run]
 
-    def events_since(self, beginning: str) -> int:
-        """The number of events of one start of a run."""
-        return self._beginnings[beginning]
+    def releases_by_group(self, beginning: str) -> list[int]:
+        """The number of releases in each group, in one start of a run."""
+        found = [groups for trial, groups in self._groups.items() if trial.beginning == beginning]
+        return [sum(counts) for counts in zip(*found, strict=True)]
 
     def replayable(self, trial: Trial) -> bool:
         """Whether the events of a trial in the tally come from a seed."""
@@ -237,13 +254,21 @@ class Tally:
         self._next_step = step + 1
         if self.replays(session, step):
             return
+        cost = self.cost(session, step)
         if session.replayable:
             self._replayed.setdefault(_replays_by(trial), set()).add(step)
         self._trials[trial] += 1
-        self._parts[trial, trial.plan.part_of(step)] += 1
-        self._events[trial.plan.event_at(step)] += 1
+        self._parts[trial, trial.plan.part_of(step)] += cost
+        self._events[trial.plan.event_at(step)] += cost
+        self._groups.setdefault(trial, [0] * session.bands)[step % session.bands] += 1
         self._runs[session.run] += 1
-        self._beginnings[session.beginning] += 1
+
+    def cost(self, session: Session, step: int) -> int:
+        """1 if this release adds an event; 0 if it is counted already, or another group has had more releases."""
+        if self.replays(session, step):
+            return 0
+        groups = self._groups.get(session.trial, [0])
+        return int(groups[step % len(groups)] == max(groups))
 
     def replays(self, session: Session, step: int) -> bool:
         """Whether this step releases numbers that are counted already, so that it does not count again."""

@@ -48,6 +48,10 @@ class MethodOptions:
     """dp-pmlf, lp-dpsgd: feed-forward coefficients b_0 b_1 ... of the filter, as in `--b 0.15 -0.05`.
     The filter must be stable, with -sum(a) + sum(b) = 1. `pmlf filter` shows its properties."""
 
+    bands: Annotated[int | None, shown_default("1, white noise; 8 for dp-pmlf-shaped and lp-dpsgd-shaped")] = None
+    """dp-pmlf, lp-dpsgd: shape the noise with this many bands, so that the filter removes more of it. Records are then
+    drawn from this many groups in turn: bands * batch size must be at most the number of records."""
+
     gamma: Annotated[float | None, shown_default("inner-outer 0.1, disk 0.5")] = None
     """inner-outer: decay of the weights of past iterates, in (0, 1]. disk: length of the look-ahead, above 0."""
 

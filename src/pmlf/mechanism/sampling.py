@@ -1,9 +1,9 @@
-"""Poisson sampling: logical batches at rate q, cut into micro-batches that are loaded lazily."""
+"""Poisson sampling, plain or cyclic: logical batches at rate q, cut into micro-batches that are loaded lazily."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pmlf.basics.arguments import is_number, require_count
 from pmlf.basics.batches import to_device
+from pmlf.mechanism.cycles import Groups
+from pmlf.mechanism.events import cyclic
 from pmlf.mechanism.noise import Randomness, SharedRandomness
 from pmlf.mechanism.records import Records
 
@@ -62,6 +64,10 @@ class LogicalBatch:
 class PoissonBatches:
     """Poisson draws from a map-style dataset: every record joins independently with probability q = B/n.
 
+    With cycle=b every record is in one of b groups, and step t draws from group t mod b alone, with probability b q. So
+    a record takes part at most once in b steps in a row, as noise of b bands needs (`pmlf.shapes`). A record's group is
+    drawn once, uniformly, and independently of the other records.
+
     A step has one draw. Until the step is done, the same draw is issued again, also after an error: drawing anew until
     a wanted record is in the batch is not sampling at rate q. Draws are kept in memory only.
 
@@ -78,6 +84,7 @@ class PoissonBatches:
         rank: Which of `ranks` processes this is. All draw the same batch and cut it into the same micro-batches; this
             one loads the micro-batches rank, rank + ranks, ...
         ranks: The number of processes that share every batch.
+        cycle: The number of groups, at most n/B; 1 is plain Poisson sampling.
 
     Raises:
         ValueError: An argument is out of range, or the dataset cannot be sampled by index.
@@ -102,6 +109,7 @@ class PoissonBatches:
         together: bool = False,
         rank: int = 0,
         ranks: int = 1,
+        cycle: int = 1,
     ) -> None:
         self.population = population(dataset)
         if not (is_number(expected_batch_size) and 0.0 < expected_batch_size <= self.population):
@@ -116,6 +124,8 @@ class PoissonBatches:
         )
         require_count("num_workers", num_workers, "it is the number of processes that load records", least=0, most=1000)
         self.rate = expected_batch_size / self.population
+        self._group_rate, _ = cyclic(self.rate, 0, cycle)
+        self._groups = Groups(self.population, cycle, randomness)
         self._records = Records(dataset, collate_fn, together=together)
         self._randomness = randomness
         self.max_physical_batch_size = max_physical_batch_size
@@ -172,13 +182,38 @@ class PoissonBatches:
         """
         if step not in self._drawn:
             again = (self._taken[step],) if isinstance(self._randomness, SharedRandomness) else ()
+            members = self._groups.at(step)
             stream = self._randomness.stream("sampling", step, *again)
-            self._drawn[step] = stream.chosen(self.population, self.rate)
+            self._drawn[step] = members[stream.chosen(len(members), self._group_rate)]
         chosen = self._drawn[step]
         if self._lengths is not None:
             chosen = chosen[np.argsort(self._lengths[chosen], kind="stable")]
         size = self.max_physical_batch_size
         return [chosen[i : i + size] for i in range(0, len(chosen), size)][self._rank :: self._ranks]
+
+    def eligible(self, step: int) -> NDArray[np.int64]:
+        """The indices that a step may draw: those of its group. For audits; it says nothing about what is drawn."""
+        return self._groups.at(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The key of an unseeded cycle's groups. It tells who is in which group: keep it as private as the records."""
+        return {"groups": self._groups.key.hex() if self._groups.drawn_once else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the groups of a saved state: a record stays in its group for the whole run.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ValueError: The state is of a sampler with another kind of groups.
+        """
+        if (state["groups"] is not None) != self._groups.drawn_once:
+            raise ValueError("the state and this sampler differ in cycle or in having a seed: build it as it was saved")
+        if state["groups"] is None or state["groups"] == self._groups.key.hex():
+            return
+        self._groups = Groups(self.population, self._groups.cycle, self._randomness, bytes.fromhex(state["groups"]))
+        self._drawn.clear()  # draws from other groups
 
 
 class _Draws:

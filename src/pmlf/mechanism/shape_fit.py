@@ -113,6 +113,8 @@ def banded(bands: int, steps: int = _USUAL_STEPS, workload: Workload | None = No
     (2, True)
     """
     require_count("bands", bands, "it is the number of bands of the noise shape; 1 is white", most=MOST_BANDS)
+    if bands == 1:
+        return NoiseShape.white()
     return _fitted(int(bands), workload or Workload(steps=steps))
 
 

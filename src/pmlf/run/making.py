@@ -28,7 +28,7 @@ from pmlf.mechanism.accounting import Event
 from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
 from pmlf.mechanism.records import Collate, alone, collation, steady, takes_together
 from pmlf.mechanism.sampling import PoissonBatches, population
-from pmlf.methods import Method
+from pmlf.methods import Method, resolve
 from pmlf.parallel.processes import Group, joined
 from pmlf.run.averaging import ParameterAverage
 from pmlf.run.evaluation import confusion_matrix
@@ -105,7 +105,8 @@ def make_private(
         optimizer: A torch optimizer over the model's trainable parameters. LBFGS and SparseAdam are refused.
         loss_fn: A function of (model, batch) that returns one loss per sample (`reduction="none"`). Or a criterion of
             `torch.nn`, such as `nn.CrossEntropyLoss()`, for batches of (inputs, targets).
-        method: A method from `pmlf.methods`, or the name of a preset.
+        method: A method from `pmlf.methods`, or the name of a preset. If its noise has b bands, batches are drawn
+            from b groups of records in turn, which needs b * batch_size <= n.
         scheduler: A learning-rate scheduler. Its `step()` is called after every step, or after every epoch.
         scheduler_interval: "step" or "epoch": what the scheduler counts. None is "step", and warns if the learning rate
             would then fall below a hundredth in the first half of the run.
@@ -160,10 +161,11 @@ def make_private(
     records = population(dataset)
     epsilon, delta = plain(target_epsilon), _checked_delta(plain(target_delta), records)
     planned = planned_steps(plain(epochs), plain(steps), records, batch_size)
-    rate, given_noise = _sample_rate(batch_size, records), plain(noise_multiplier)
-    z = processes.by_first(lambda: _noise_multiplier(given_noise, epsilon, delta, rate, planned, ledger))
-    event = Event(noise_multiplier=z, sample_rate=batch_size / records)
-    plan = PrivacyPlan(event=event, steps=planned, delta=delta, target_epsilon=epsilon)
+    method = resolve(method)
+    bands, rate, given_noise = method.noise.bands, _sample_rate(batch_size, records), plain(noise_multiplier)
+    z = processes.by_first(lambda: _noise_multiplier(given_noise, epsilon, delta, rate, planned, ledger, bands))
+    event = Event(noise_multiplier=z, sample_rate=accounting.cyclic(rate, planned, bands)[0])
+    plan = PrivacyPlan(event=event, steps=planned, delta=delta, target_epsilon=epsilon, bands=bands)
     randomness = _randomness(seed)
     _check_optimizer(model, optimizer)
     epoch_count = Epochs(records=records, batch_size=batch_size, steps=planned).count
@@ -182,6 +184,7 @@ def make_private(
         clipping=clipping,
         augmentation=augmentation,
         secure_noise=secure_noise,
+        cycle=bands,
         gradients=gradients,
         assume_independent_samples=assume_independent_samples,
         group=processes,
@@ -202,6 +205,7 @@ def make_private(
         together=together,
         rank=processes.rank,
         ranks=processes.size,
+        cycle=bands,
     )
     average = None if ema is None else ParameterAverage(ema)
     budget = budget_of(plan, randomness.reproducible, ledger, processes)
@@ -302,7 +306,13 @@ def _sample_rate(batch_size: float, records: int) -> float:
 
 
 def _noise_multiplier(
-    given: float | None, target_epsilon: float | None, delta: float, rate: float, steps: int, ledger: Ledger | None
+    given: float | None,
+    target_epsilon: float | None,
+    delta: float,
+    rate: float,
+    steps: int,
+    ledger: Ledger | None,
+    bands: int,
 ) -> float:
     """The noise multiplier as given, or that of the run that the ledger continues, or calibrated to the target."""
     if (target_epsilon is None) == (given is None):
@@ -314,7 +324,7 @@ def _noise_multiplier(
         given = continued_noise(ledger)
     if given is not None:
         require_positive("noise_multiplier", given, "without noise nothing is private")
-        accounting.check_mechanism(given, rate, steps)
+        accounting.check_mechanism(given, accounting.cyclic(rate, steps, bands)[0], steps)
         return given
     assert target_epsilon is not None
     return accounting.noise_multiplier(
@@ -323,6 +333,7 @@ def _noise_multiplier(
         sample_rate=rate,
         steps=steps,
         spent=None if ledger is None else ledger.tally.events,
+        bands=bands,
     )
 
 

@@ -28,6 +28,7 @@ _STATE = (  # the entries of PrivateRun.state_dict()
     "mechanism",
     "max_physical_batch_size",
     "spending",
+    "sampler",
     "private_step",
     "model",
     "optimizer",
@@ -309,7 +310,9 @@ class PrivateRun:
         return certificate(run, self.budget)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the run between two steps: released values only, never a pending sum, a key or a sample.
+        """The state of the run between two steps: released values, never a pending sum, noise, its key or a sample.
+
+        With cyclic sampling and without a seed it has the key of the records' groups: keep it as private as they are.
 
         Raises:
             RuntimeError: A step was interrupted halfway, or `private_step` was released outside of the run.
@@ -321,6 +324,7 @@ class PrivateRun:
             "mechanism": self._mechanism(),
             "max_physical_batch_size": self.max_physical_batch_size,
             "spending": self.budget.state_dict(),
+            "sampler": self._sampler.state_dict(),
             "private_step": self.private_step.state_dict(),
             # copies, because torch's state dicts share their tensors with the running objects
             "model": copy.deepcopy(self.model.state_dict()),
@@ -358,6 +362,7 @@ class PrivateRun:
         self.budget.load_state_dict(state["spending"])
         if self.private_step.randomness.reproducible:  # rounding and dropout depend on the micro-batches
             self._sampler.max_physical_batch_size = state["max_physical_batch_size"]
+        self._sampler.load_state_dict(state["sampler"])
         self.private_step.load_state_dict(state["private_step"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))

@@ -1,0 +1,234 @@
+"""Runs with shaped noise: cyclic draws, events by group, secret memory, resuming, and the certificate."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import pmlf
+from pmlf import Ledger, PrivateRun, accounting, checkpoint, methods
+from pmlf.evidence import ledger as ledgers
+from pmlf.evidence.certificate import examined, sealed
+from pmlf.evidence.certificate_page import page
+
+RECORDS, BATCH, BANDS, STEPS = 60, 6, 4, 14
+INPUTS = torch.randn(RECORDS, 3, generator=torch.Generator().manual_seed(0))
+
+
+def losses(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def start(seed: int | None = None, steps: int = STEPS, records: int = RECORDS, **more: Any) -> PrivateRun:
+    model = nn.Linear(3, 2)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    given = {"target_epsilon": 3.0, "method": methods.dp_pmlf(bands=BANDS)} | more
+    return pmlf.make_private(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        dataset=TensorDataset(INPUTS[:records], (INPUTS[:records, 0] > 0).long()),
+        loss_fn=losses,
+        target_delta=1e-4,
+        batch_size=BATCH,
+        steps=steps,
+        seed=seed,
+        **given,
+    )
+
+
+def go(run: PrivateRun, steps: int = STEPS) -> PrivateRun:
+    for batch in run.batches():
+        run.step(batch)
+        if run.steps_done == steps:
+            break
+    return run
+
+
+def weights(run: PrivateRun) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
+
+
+# --- what is spent
+
+
+def test_a_run_is_accounted_for_by_the_steps_that_a_record_can_be_in() -> None:
+    run = go(start())
+    z, rate, events = run.private_step.settings.noise_multiplier, BANDS * BATCH / RECORDS, math.ceil(STEPS / BANDS)
+    assert run.epsilon() == accounting.epsilon(noise_multiplier=z, sample_rate=rate, steps=events, delta=1e-4)
+    assert 2.99 < run.epsilon() <= 3.0 and (run.budget.run_steps, run.budget.run_events) == (STEPS, events)
+
+
+def test_steps_count_for_their_own_group_alone() -> None:
+    run, events = start(), []
+    for batch in run.batches():
+        run.step(batch)
+        events.append(run.budget.run_events)
+    assert events == [1 + step // BANDS for step in range(STEPS)]
+
+
+def test_repeated_steps_count_again_and_the_budget_ends_before_a_group_has_too_many() -> None:
+    run = go(start(), 9)
+    state = run.state_dict()
+    go(run, 12)  # groups 1, 2, 3 take their third step
+    run.load_state_dict(state)
+    go(run)
+    assert run.budget.run_events <= math.ceil(STEPS / BANDS) and run.epsilon() <= 3.0
+    assert run.steps_done == 13  # step 13 would be the fifth of group 1: it was 1, 5, 9 twice, 13
+    other = start()
+    other.load_state_dict(run.state_dict())
+    assert other.budget.run_events == run.budget.run_events and other.budget.run_steps == run.budget.run_steps
+
+
+def test_a_ledger_counts_events_by_group(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path, dataset="records", run="first") as ledger:
+        run = go(start(ledger=ledger), 6)
+        state = run.state_dict()
+        go(run, 9)
+    with Ledger(path, dataset="records", run="first") as ledger:
+        run = start(ledger=ledger)
+        run.load_state_dict(state)
+        go(run, 10)
+        assert run.budget.run_events == 4  # group 2: steps 2, 6, 6 again; group 0: 0, 4, 8, 8 again
+    tally = ledgers.read(path)
+    assert sum(tally.events.values()) == 4 and sum(tally.trials.values()) == 9 + 4
+
+
+def test_a_ledger_of_white_noise_is_written_as_before(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path, dataset="records") as ledger:
+        go(start(ledger=ledger, method="dp-pmlf"), 2)
+    assert "bands" not in path.read_text()
+
+
+# --- resuming
+
+
+def test_a_seeded_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    whole = go(start(seed=1))
+    checkpoint.save(tmp_path / "state", go(start(seed=1), 6).state_dict())
+    resumed = start(seed=1)
+    resumed.load_state_dict(checkpoint.load(tmp_path / "state"))
+    assert torch.equal(weights(go(resumed)), weights(whole))
+
+
+def test_an_unseeded_run_resumes_with_its_groups_and_an_empty_memory(tmp_path: Path) -> None:
+    run = go(start(), 6)
+    checkpoint.save(tmp_path / "state", run.state_dict())
+    resumed = start()
+    resumed.load_state_dict(checkpoint.load(tmp_path / "state"))
+    assert run.private_step._noise.vectors == BANDS - 1 and resumed.private_step._noise.vectors == 0
+    for step in range(BANDS):
+        assert np.array_equal(run._sampler.eligible(step), resumed._sampler.eligible(step))
+    assert go(resumed).budget.run_events == math.ceil(STEPS / BANDS)
+
+
+def test_going_back_to_a_state_empties_the_memory() -> None:
+    run = go(start(), 6)
+    run.load_state_dict(run.state_dict())
+    assert run.private_step._noise.vectors == 0
+
+
+def test_a_copy_of_a_step_does_not_share_the_memory() -> None:
+    step = go(start(), 6).private_step
+    assert copy.deepcopy(step)._noise.vectors == 0 and step._noise.vectors == BANDS - 1
+
+
+def tensors_in(state: Any) -> list[Tensor]:
+    if isinstance(state, Tensor):
+        return [state]
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_no_state_contains_noise(seed: int | None) -> None:
+    run = go(start(seed), 6)
+    secret = [tensor for vector in run.private_step._noise._past for tensor in vector]
+    assert len(secret) == 2 * (BANDS - 1)
+    for tensor in tensors_in(run.state_dict()):
+        assert not any(tensor.shape == other.shape and torch.allclose(tensor, other) for other in secret)
+
+
+# --- sensitivity through the whole stream
+
+
+def test_a_records_parts_in_shape_times_sums_are_short_and_orthogonal() -> None:
+    """Leave one record out, with the same draws of the others: the proof's two claims, through the real step."""
+    run = start(noise_multiplier=1.0, target_epsilon=None)
+    sampler, shape = run._sampler, run.private_step.settings.method.noise
+    record = int(sampler.eligible(1)[0])
+    differences = []
+    for batch in run.batches():
+        chunk = np.concatenate([np.array([record]), *sampler.draw(batch.step)])
+        drawn = np.unique(chunk) if record in sampler.eligible(batch.step) else chunk[1:]
+        sums = []
+        for indices in (drawn, drawn[drawn != record]):
+            if len(indices):
+                rows = torch.from_numpy(indices)
+                run.private_step.accumulate((INPUTS[rows], (INPUTS[rows, 0] > 0).long()))
+            total = run.private_step.sensitive_sum()
+            size = weights(run).shape
+            sums.append(torch.zeros(size) if total is None else torch.cat([v.flatten() for v in total.values.values()]))
+            run.private_step.discard()
+        differences.append((sums[0] - sums[1]).double().numpy())
+        run.step(batch)
+    matrix, parts = shape.matrix(STEPS), np.stack(differences)
+    taken = [step for step in range(STEPS) if np.linalg.norm(parts[step]) > 0]
+    assert taken == list(range(1, STEPS, BANDS))
+    images = [matrix[:, [step]] * parts[step] for step in taken]
+    for place, image in enumerate(images):
+        assert np.linalg.norm(image) <= 1 + 1e-4
+        assert all(np.sum(image * other) == 0.0 for other in images[:place])
+
+
+# --- certificate
+
+
+def test_the_certificate_states_shape_sampling_and_argument_and_holds() -> None:
+    document = go(start()).certificate()
+    assert examined(document)[1] is None
+    assert document["sampler"] == "cyclic Poisson, 4 groups" and "at most once in 4 steps" in document["mechanism"]
+    assert len(document["method"]["noise_shape"]) == BANDS and document["sample_rate"] == BANDS * BATCH / RECORDS
+    assert "p = 4 B/n" in page(document) and "cyclic Poisson" in page(document)
+
+
+@pytest.mark.parametrize("change", ["shape", "bands", "events", "sampler", "white"])
+def test_a_certificate_that_contradicts_itself_does_not_hold(change: str) -> None:
+    document = copy.deepcopy(go(start()).certificate())
+    if change == "shape":
+        document["method"]["noise_shape"][0] *= 2
+    elif change == "bands":
+        document["trials"][0]["bands"] = 7
+    elif change == "events":
+        document["trials"][0]["events"] = 3
+    elif change == "sampler":
+        document["sampler"] = "Poisson"
+    else:
+        del document["method"]["noise_shape"]
+    with contextlib.suppress(ValueError):  # not a certificate that this version can check
+        assert examined(sealed(document))[1] is not None
+
+
+# --- refusals
+
+
+def test_batches_larger_than_a_group_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"bands=16 at a sampling rate of 0\.1"):
+        start(method=methods.dp_pmlf(bands=16))
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    state = go(start(), 3).state_dict()
+    with pytest.raises(ValueError, match="method"):
+        start(method="dp-pmlf").load_state_dict(state)
