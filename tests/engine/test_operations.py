@@ -297,6 +297,20 @@ def test_rows_that_mix_samples_are_refused() -> None:
         taken(model, samples(), N)
 
 
+@pytest.mark.parametrize("tables", [12, 70])
+def test_tables_that_look_like_samples_are_exact_or_refused_and_never_dropped(tables: int) -> None:
+    def shared(m: Any, x: Tensor) -> Tensor:
+        """Every table is repeated as often as there are samples, by chance, and each sample takes all of it."""
+        return sum((x * getattr(m, f"w{k}").expand(N, D).sum(0) for k in range(tables)), torch.zeros_like(x)).tanh()
+
+    model = Bare(shared, **{f"w{k}": ROW for k in range(tables)})
+    if tables == 12:
+        assert_exact(model, samples(), taken(model, samples(), N))
+        return
+    with pytest.raises(UnsupportedModel, match="another micro-batch size"):
+        taken(model, samples(), N)
+
+
 def test_a_parameter_that_goes_around_the_operations_is_refused() -> None:
     class Doubled(torch.autograd.Function):
         @staticmethod

@@ -32,7 +32,7 @@ from pmlf.engine.passes import Pass
 from pmlf.engine.swap import swapped
 
 HANDLERS: dict[str, Any] = {**RULES, **REWRITTEN, "in place": in_place, "by autograd": by_autograd}
-_ATTEMPTS = 8  # tables that look like samples by chance, each found by an attempt
+_ATTEMPTS = 64  # tables that look like samples by chance, each found by an attempt
 
 
 def taken_at_operations(one: Pass) -> Iterator[tuple[str, Contribution]]:
@@ -46,6 +46,11 @@ def taken_at_operations(one: Pass) -> Iterator[tuple[str, Contribution]]:
         if chance is None:
             break
         one.plan.learned.shared.add(chance)
+    else:
+        raise UnsupportedModel(
+            f"more than {_ATTEMPTS} tables made of parameters have as many rows as there are samples, {one.samples}, "
+            "and are shared by them: use another micro-batch size"
+        )
     while taken:
         use, grad, layout = taken.popleft()
         for number, weight in enumerate(use.weights):
