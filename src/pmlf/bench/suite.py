@@ -18,6 +18,8 @@ from pmlf.bench import cases, contenders, report
 from pmlf.bench import growth as growing
 from pmlf.bench.measure import BenchJob, Clock, Conditions, FreedMemory, race
 
+_QUIET_LOAD = 0.5  # processes per core: more of them disturb a measurement
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
@@ -123,11 +125,26 @@ def plot(document: dict[str, Any], path: Path) -> None:
         report.plot(document, path)
 
 
+def business() -> str | None:
+    """A sentence if other processes keep this machine busy, None if it is quiet.
+
+    By the load average: the number of processes that ran or waited during the last minute.
+    """
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= _QUIET_LOAD * cores:
+        return None
+    return (
+        f"this machine is busy, with a load of {load:.1f} on {cores} cores before the benchmark: times are too long, "
+        "and their ratios are uncertain. Wait until it is quiet, or measure processor time on one thread (`clock`)"
+    )
+
+
 def on_this_machine(threads: int) -> dict[str, Any]:
     """The machine and the date of the measurement."""
     return {
         **machine.describe("torch", "opacus", "transformers", "pmlf"),
         "threads": threads,
+        "load": round(os.getloadavg()[0], 2),
         "system": platform.system(),
         "python": platform.python_version(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

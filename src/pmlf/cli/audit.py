@@ -239,14 +239,24 @@ class Audit(Command):
         )
         return 0 if all(right) else CLAIM_WRONG
 
+    def _too_few(self) -> str:
+        """What to give if the audit is smaller than the one that is known to refute every broken variant."""
+        given, enough = (
+            (self.of_model.runs, ModelOptions().runs)
+            if self.of_model.asked_for
+            else (
+                self.canaries,
+                _CANARIES,
+            )
+        )
+        name = "--runs" if self.of_model.asked_for else "--canaries"
+        return f" {given} are too few to show it: give {name} {enough} or more." if given < enough else ""
+
     def _verdict(self, wrong: Sequence[str]) -> str:
         subjects, confidence = ", ".join(wrong), f"each bound at {100 * self.confidence:g} % confidence"
         if self.controls:
-            return (
-                f"NOT refuted: {subjects} ({confidence})."
-                if wrong
-                else f"Every broken variant is refuted, {confidence}."
-            )
+            refuted = f"Every broken variant is refuted, {confidence}."
+            return f"NOT refuted: {subjects} ({confidence}).{self._too_few()}" if wrong else refuted
         if wrong:
             return f"REFUTED: {subjects} spends more epsilon than claimed ({confidence})."
         if not self.of_model.asked_for:

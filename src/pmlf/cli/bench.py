@@ -72,6 +72,9 @@ class Bench(Command):
             clock=self.clock,
             freed_memory=self.freed_memory,
         )
+        busy = suite.business()
+        if busy is not None:
+            say(f"warning: {busy}")
         document = suite.growth(settings, say) if self.growth else suite.run(settings, say, self._write)
         self._write(document)
         if self.plot is not None:

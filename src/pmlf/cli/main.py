@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
             )
             return command.execute()
         except SystemExit as stop:  # --help, or the parser has printed what it refuses
-            return stop.code if isinstance(stop.code, int) else 1
+            return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except KeyboardInterrupt:
             say("interrupted")
             return INTERRUPTED

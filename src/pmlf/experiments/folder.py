@@ -170,6 +170,8 @@ class RunFolder:
         try:
             return RunSpec.from_json(path.read_text())
         except FileNotFoundError as error:
+            if not self.path.exists():
+                raise ValueError(f"{str(self.path)!r} does not exist: give the folder of a run") from error
             raise ValueError(f"{str(self.path)!r} is not the folder of a run: it has no spec.json") from error
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{str(path)!r} is not a spec ({error}): restore the file") from error

@@ -83,8 +83,15 @@ def prepare(spec: RunSpec, data_dir: Path | None = None) -> Task:
     Raises:
         ValueError: If the dataset or the model is unknown or cannot be read, or an option does not fit it.
     """
+    if data_dir is not None and not data_dir.is_dir():
+        raise ValueError(f"data_dir={str(data_dir)!r} does not exist: give a folder of datasets, or leave it out")
     kind = _KINDS[spec.kind]
     _refuse_others(kind, spec)
+    if spec.kind == "text" and spec.model in models.NAMES:
+        raise ValueError(
+            f"model={spec.model!r} is for images, and these are texts: leave it out, or give the name of a text model "
+            "on the Hugging Face hub or its folder"
+        )
     return kind.prepare(spec, data_dir)
 
 

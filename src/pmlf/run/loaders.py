@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ def loading(
     >>> found.dataset, found.batch_size
     ([1, 2, 3], 2)
     """
+    _refuse_tables(dataset)
     if not isinstance(dataset, DataLoader):
         if batch_size is None:
             raise ValueError("batch_size is missing: give the expected number of samples in a step")
@@ -70,6 +71,21 @@ def loading(
         collate_fn=own_collate,
         num_workers=loader.num_workers,
     )
+
+
+def _refuse_tables(dataset: Any) -> None:
+    """Raise ValueError for what has a length and an index, but is indexed by column."""
+    if type(dataset).__module__.partition(".")[0] in ("pandas", "polars"):
+        raise ValueError(
+            f"dataset is a {type(dataset).__name__}, which is indexed by column and not by record: give "
+            "torch.utils.data.TensorDataset(torch.tensor(table[inputs].to_numpy()), "
+            "torch.tensor(table[target].to_numpy()))"
+        )
+    if isinstance(dataset, Mapping):
+        raise ValueError(
+            f"dataset is a {type(dataset).__name__}, which is indexed by key and not by record: give a dataset whose "
+            "records are at dataset[0] to dataset[len(dataset) - 1], such as torch.utils.data.TensorDataset"
+        )
 
 
 def _given_twice(name: str, given: Any, own: Any) -> ValueError:
