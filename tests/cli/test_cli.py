@@ -291,9 +291,9 @@ def test_sigterm_leaves_a_checkpoint_that_resume_continues_from(call: Call, tmp_
 
 def test_resume_refuses_what_is_no_run(call: Call, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for folder in ("empty", "nowhere"):
+    for folder, said in (("empty", "is not the folder of a run"), ("nowhere", "does not exist")):
         code, out, err = call("train", "--resume", folder)
-        assert code == 2 and out == "" and err.count("\n") == 1 and "is not the folder of a run" in err
+        assert code == 2 and out == "" and err.count("\n") == 1 and said in err
     code, _, err = call("train", "--resume", "empty", "--out", "other")
     assert code == 2 and "both name the run's folder" in err
 

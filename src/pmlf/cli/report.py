@@ -1,4 +1,4 @@
-"""`pmlf report`: results of `pmlf reproduce` as one HTML page."""
+"""`pmlf report`: your own runs, or results of `pmlf reproduce`, as one HTML page."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from pmlf.experiments.spec import shown_default
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Command):
-    """Show the results of `pmlf reproduce` next to the paper's numbers, in one self-contained HTML file.
+    """Show your own runs side by side, or the results of `pmlf reproduce` next to the paper's numbers, on one page.
 
-    Reads folders written by `pmlf reproduce` (its --out) and by `pmlf train --diagnostics`. Can also write the tables
+    Folders of `pmlf train` make a page with curves, intervals, epsilon, costs and recomputed certificates. Otherwise
+    reads folders written by `pmlf reproduce` (its --out) and by `pmlf train --diagnostics`. Can also write the tables
     as Markdown and LaTeX and the charts as images. Diagnostics are sensitive: a page or Markdown file that shows them
     gets file mode 0600.
     """
@@ -26,7 +27,8 @@ class Report(Command):
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[DIR ...]")] = (
         Path("runs/reproduction"),
     )
-    """Folders with records. If two have a record of the same name, the later folder counts."""
+    """Run folders, or folders with records of `pmlf reproduce`. If two have a record of the same name, the later folder
+    counts."""
 
     out: Path = Path("report.html")
     """HTML file to write."""
@@ -46,6 +48,8 @@ class Report(Command):
         for file in (self.out, self.markdown, self.latex):
             if file is not None and not file.parent.is_dir():
                 raise ValueError(f"{str(file)!r} cannot be written: the folder {str(file.parent)!r} does not exist")
+        if any((folder / "spec.json").exists() for folder in self.folders):
+            return self._own_runs()
         records, diagnostics = summary.read(self.folders)
         written = {"page": self.out}
         _write(self.out, page.render(records, diagnostics), sensitive=bool(diagnostics))
@@ -60,6 +64,19 @@ class Report(Command):
             written["figures"] = self.figures
         document = {name: str(path) for name, path in written.items()}
         self.show({"records": [record.key for record in records], **document}, facts(list(document.items())))
+        return 0
+
+    def _own_runs(self) -> int:
+        from pmlf.experiments import runs_page
+
+        for name in ("markdown", "latex", "figures"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"`{name}` is only for results of `pmlf reproduce`: leave it out")
+        runs = [runs_page.ReportedRun.read(folder) for folder in self.folders]
+        self.out.write_text(runs_page.render(runs))
+        self.show(
+            {"runs": [run.result.to_json() for run in runs], "page": str(self.out)}, facts([("page", str(self.out))])
+        )
         return 0
 
 

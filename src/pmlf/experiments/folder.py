@@ -103,16 +103,21 @@ class RunFolder:
         """The spec of the run: the one in the checkpoint, which has a digest, else the one in spec.json."""
         return RunSpec.from_json(self.load()["spec"]) if self._checkpoint.exists() else self._written_spec()
 
-    def finished(self) -> RunResult | None:
-        """The result of a complete run; None if it was interrupted or killed."""
+    def result(self) -> RunResult | None:
+        """The result of a run that is complete or interrupted; None if it was killed or still runs."""
         path = self.path / "result.json"
+        spec = self._written_spec()
         if not path.exists():
             return None
         try:
-            result = RunResult.from_full_json(json.loads(path.read_text()), self._written_spec(), self.path)
+            return RunResult.from_full_json(json.loads(path.read_text()), spec, self.path)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{str(path)!r} is damaged: restore the file") from error
-        return None if result.interrupted else result
+
+    def finished(self) -> RunResult | None:
+        """The result of a complete run; None if it was interrupted or killed."""
+        result = self.result() if (self.path / "result.json").exists() else None
+        return None if result is None or result.interrupted else result
 
     def save(self, spec: RunSpec, progress: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         """Write the checkpoint."""
