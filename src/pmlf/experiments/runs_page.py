@@ -16,6 +16,7 @@ import jinja2
 from pmlf.evidence import certificate
 from pmlf.experiments.folder import RunFolder
 from pmlf.experiments.results import Evaluation, RunResult
+from pmlf.run.evaluation import Score
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 360, 230, 44, 36, 10, 12  # of a chart, in pixels on a phone
 COLOURS = ("#2563eb", "#c2410c", "#047857", "#7e22ce", "#be123c", "#0e7490", "#a16207", "#475569")
@@ -53,7 +54,7 @@ class ReportedRun:
         """What the page shows of the run: settings, scores, epsilon and cost."""
         spec, result = self.result.spec, self.result
         last = result.evaluations[-1] if result.evaluations else None
-        scores = [] if last is None else [(f"{split} accuracy", _interval(s)) for split, s in last.scores.items()]
+        scores = [] if last is None else [(split, s.in_words()) for split, s in last.scores.items()]
         claimed = self.certificate["epsilon"]
         unit = self.certificate["adjacency"]
         return [
@@ -105,6 +106,7 @@ def _chart(
     title: str, axis: str, runs: Sequence[tuple[ReportedRun, str]], position: Callable[[Evaluation], float]
 ) -> dict[str, Any]:
     """Accuracies of the main split over some axis, with bands for their 95 % intervals."""
+    runs = [(run, colour) for run, colour in runs if _has_accuracies(run)]
     evaluations = [each for run, _ in runs for each in run.result.evaluations]
     most = max((position(each) for each in evaluations), default=1.0) or 1.0
     intervals = [each.scores[each.split].interval for each in evaluations] or [(0.0, 1.0)]
@@ -139,13 +141,13 @@ def _chart(
     }
 
 
+def _has_accuracies(run: ReportedRun) -> bool:
+    """Whether the scores are accuracies. Those of predicted numbers have another scale, and are in words only."""
+    return all(isinstance(each.scores[each.split], Score) for each in run.result.evaluations)
+
+
 def _points(pairs: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x},{y}" for x, y in pairs)
-
-
-def _interval(score: Any) -> str:
-    low, high = score.interval
-    return f"{100 * score.accuracy:.1f} % (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
 
 
 def _why(result: RunResult) -> str:
