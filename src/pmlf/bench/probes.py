@@ -16,7 +16,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
+class RuleProbe:
     """A model for one rule, and what its samples are: numbers of a shape, or words."""
 
     name: str
@@ -96,69 +96,71 @@ class _Recurrent(nn.Module):
 
 
 PROBES = (
-    Probe(name="linear", build=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES)), shape=(6,)),
-    Probe(
+    RuleProbe(
+        name="linear", build=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES)), shape=(6,)
+    ),
+    RuleProbe(
         name="linear on tokens",
         build=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES), _TokensLast()),
         shape=(9, 6),
     ),
-    Probe(
+    RuleProbe(
         name="convolution, 1 axis",
         build=lambda: nn.Sequential(nn.Conv1d(3, 8, 3, stride=2), nn.Tanh(), nn.Conv1d(8, CLASSES, 2)),
         shape=(3, 12),
     ),
-    Probe(
+    RuleProbe(
         name="convolution, 2 axes",
         build=lambda: nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1, groups=1), nn.Tanh(), nn.Conv2d(8, CLASSES, 3, dilation=2, groups=2)
         ),
         shape=(3, 8, 8),
     ),
-    Probe(
+    RuleProbe(
         name="convolution, 3 axes",
         build=lambda: nn.Sequential(nn.Conv3d(2, 4, 2), nn.Tanh(), nn.Conv3d(4, CLASSES, 2)),
         shape=(2, 5, 5, 5),
     ),
-    Probe(
+    RuleProbe(
         name="transposed convolution",
         build=lambda: nn.Sequential(nn.ConvTranspose2d(3, 6, 2, stride=2), nn.Tanh(), nn.Conv2d(6, CLASSES, 3)),
         shape=(3, 5, 5),
     ),
-    Probe(
+    RuleProbe(
         name="embedding",
         build=lambda: nn.Sequential(nn.Embedding(_WORDS, 6), nn.Tanh(), nn.Linear(6, CLASSES), _TokensLast()),
         shape=(7,),
         words=True,
     ),
-    Probe(name="tied weights", build=_Tied, shape=(7,), words=True),
-    Probe(
+    RuleProbe(name="tied weights", build=_Tied, shape=(7,), words=True),
+    RuleProbe(
         name="layer norm",
         build=lambda: nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, CLASSES), _TokensLast()),
         shape=(5, 6),
     ),
-    Probe(
+    RuleProbe(
         name="RMS norm",
         build=lambda: nn.Sequential(nn.Linear(6, 8), nn.RMSNorm(8), nn.Tanh(), nn.Linear(8, CLASSES), _TokensLast()),
         shape=(5, 6),
     ),
-    Probe(
+    RuleProbe(
         name="group norm",
         build=lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Tanh(), nn.Conv2d(8, CLASSES, 3)),
         shape=(3, 8, 8),
     ),
-    Probe(
+    RuleProbe(
         name="instance norm",
         build=lambda: nn.Sequential(
             nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True), nn.Tanh(), nn.Conv2d(8, CLASSES, 3)
         ),
         shape=(3, 8, 8),
     ),
-    Probe(name="bare parameters", build=_Bare, shape=(5, 6)),
-    Probe(
+    RuleProbe(name="bare parameters", build=_Bare, shape=(5, 6)),
+    RuleProbe(
         name="vmap over the model",
         build=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES)),
         shape=(6,),
         gradients="vmap",
     ),
-    Probe(name="LSTM, one by one", build=_Recurrent, shape=(5, 6), gradients="one-by-one"),
+    RuleProbe(name="LSTM, one by one", build=_Recurrent, shape=(5, 6), gradients="one-by-one"),
 )

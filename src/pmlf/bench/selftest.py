@@ -19,7 +19,7 @@ from pmlf import PrivateStep, methods
 from pmlf.basics.batches import select, to_device, without
 from pmlf.bench import cases
 from pmlf.bench.case import losses as case_losses
-from pmlf.bench.probes import PROBES, Batch, Probe, losses
+from pmlf.bench.probes import PROBES, Batch, RuleProbe, losses
 from pmlf.bench.suite import on_this_machine
 
 _SAMPLES, _RELEASES, _BETA = 6, 2, 0.5
@@ -129,7 +129,7 @@ def _described(device: torch.device) -> dict[str, Any]:
 # --- gradients and sensitivity
 
 
-def _probed(probe: Probe, device: torch.device) -> list[CheckRow]:
+def _probed(probe: RuleProbe, device: torch.device) -> list[CheckRow]:
     """Two releases against float64 on the CPU, one sample at a time; then each sample left out once."""
     model, batch = probe.prepare(_SAMPLES)
     exact = _OneByOne(copy.deepcopy(model).double(), batch)

@@ -108,9 +108,7 @@ class Account(Budget, Command):
             noise_multiplier=noise_multiplier, sample_rate=rate, steps=steps, delta=delta, group=self.group
         )
 
-    def _calibrate(self) -> int:
-        from pmlf.mechanism import accounting
-
+    def _check_sizes(self) -> None:
         if self.records < 1:
             raise ValueError(f"records={self.records} is not a number of training records: give 1 or more")
         if not 0 < self.batch_size <= self.records:
@@ -118,6 +116,11 @@ class Account(Budget, Command):
                 f"batch_size={self.batch_size} is not in (0, {self.records}]: it is the expected number of records per "
                 "step, at most the number of records"
             )
+
+    def _calibrate(self) -> int:
+        from pmlf.mechanism import accounting
+
+        self._check_sizes()
         budget = self.resolved(self.records)
         assert budget.delta is not None
         rate, steps = self.batch_size / self.records, budget.planned_steps(self.records)

@@ -7,7 +7,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from pmlf.mechanism.noise import Randomness, Stream
+from pmlf.mechanism.noise import Randomness, SharedRandomness, Stream
 
 
 @final
@@ -30,7 +30,9 @@ class Groups:
     ([1, 5, 6], [0, 2, 3, 4, 7], True)
     """
 
-    def __init__(self, population: int, cycle: int, randomness: Randomness, key: bytes | None = None) -> None:
+    def __init__(
+        self, population: int, cycle: int, randomness: Randomness | SharedRandomness, key: bytes | None = None
+    ) -> None:
         self.cycle = cycle
         self.drawn_once = cycle > 1 and not randomness.reproducible  # a seed gives the key again
         self.key = randomness.stream("groups").words(4).tobytes() if key is None else key

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class ParameterAverage:
@@ -45,6 +46,15 @@ class ParameterAverage:
     def values(self) -> list[Tensor]:
         """The average, one tensor per parameter; empty before the first update."""
         return [mean / (1.0 - self.decay**self._updates) for mean in self._means]
+
+    def in_copy_of(self, model: nn.Module) -> nn.Module:
+        """A copy of the model whose trainable parameters are the average."""
+        averaged = copy.deepcopy(model)
+        trained = [parameter for parameter in averaged.parameters() if parameter.requires_grad]
+        with torch.no_grad():
+            for parameter, value in zip(trained, self.values(), strict=True):
+                parameter.copy_(value)
+        return averaged
 
     def state_dict(self) -> dict[str, Any]:
         """The decay, the number of updates, and copies of the tensors."""

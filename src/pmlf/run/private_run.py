@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -264,12 +263,7 @@ class PrivateRun:
         """
         if self._average is None or self.steps_done == 0:
             return None
-        averaged = copy.deepcopy(self.model)
-        trained = [parameter for parameter in averaged.parameters() if parameter.requires_grad]
-        with torch.no_grad():
-            for parameter, value in zip(trained, self._average.values(), strict=True):
-                parameter.copy_(value)
-        return averaged
+        return self._average.in_copy_of(self.model)
 
     def epsilon(self) -> float:
         """Epsilon spent so far by this run and all others in its ledger, at the run's delta.
