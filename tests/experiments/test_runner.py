@@ -131,7 +131,13 @@ def test_a_run_leaves_a_folder_that_repeats_it(tmp_path: Path) -> None:
         "split": "test",
         "test_accuracy": result.test_accuracy,
         "scores": {
-            "test": {"records": 2000, "accuracy": result.test_accuracy, "interval": [low, high], "per_class": each}
+            "test": {
+                "records": 2000,
+                "accuracy": result.test_accuracy,
+                "interval": [low, high],
+                "per_class": each,
+                "metric": "accuracy",
+            }
         },
     }
     assert low < result.test_accuracy < high and sum(each) / 10 == pytest.approx(result.test_accuracy)
@@ -226,7 +232,8 @@ def test_others_can_read_released_files_only(stop: int | None, tmp_path: Path) -
     run = results[0].out
     assert stat.S_IMODE(run.stat().st_mode) == 0o700
     readable = {path.name for path in (tmp_path / "all").rglob("*") if path.is_file() and path.stat().st_mode & 0o077}
-    assert readable - {"ledger.jsonl"} == {"certificate.html", "certificate.json", "model.safetensors"}
+    released = {"certificate.html", "certificate.json", "model.json", "model.safetensors"}
+    assert readable - {"ledger.jsonl"} == released
     assert (run / "checkpoint.safetensors").exists() == (stop is not None)
 
 

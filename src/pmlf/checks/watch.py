@@ -141,8 +141,8 @@ class PointPass:
             for name, found in self._contributions(subject, single):
                 _take(parts, name, found, 0, formed=taken.formed)
         alone, together = parts, taken.parts[sample]
-        if taken.formed:  # an expert that a sample does not reach has a gradient of zero, or none
-            alone, together = (sorted(filter(_any, some), key=_named) for some in (alone, together))
+        if taken.formed:
+            alone, together = _matched(alone, together)
         if [name for name, _ in alone] != [name for name, _ in together]:
             return math.inf
         return _distance([part for _, part in together], [part for _, part in alone])
@@ -193,12 +193,16 @@ class WatchedPass(ExitStack):
         return ReplayedDraws(self._recorded.draws, sample, self.size) if self._recorded.draws else ExitStack()
 
 
-def _named(part: Part) -> str:
-    return part[0]
+def _matched(some: list[Part], others: list[Part]) -> tuple[list[Part], list[Part]]:
+    """Both with the same parameters in the same order. One that a sample does not reach (an expert, a bias of keys) has
+    a gradient of zero, rounding of zero, or none."""
+    by_name, by_name_other = dict(some), dict(others)
+    names = sorted({*by_name, *by_name_other})
 
+    def all_of(mine: dict[str, tuple[Tensor, ...]], other: dict[str, tuple[Tensor, ...]]) -> list[Part]:
+        return [(name, mine.get(name) or (torch.zeros_like(other[name][0]),)) for name in names]
 
-def _any(part: Part) -> bool:
-    return bool(part[1][0].any())
+    return all_of(by_name, by_name_other), all_of(by_name_other, by_name)
 
 
 def _take(parts: list[Part], name: str, contribution: Contribution, sample: int, *, formed: bool) -> None:

@@ -71,7 +71,7 @@ class Bench(Command):
             threads=self.threads,
             clock=self.clock,
             freed_memory=self.freed_memory,
-        )
+        ).resolved()
         busy = suite.business()
         if busy is not None:
             say(f"warning: {busy}")

@@ -48,7 +48,9 @@ class Report(Command):
         for file in (self.out, self.markdown, self.latex):
             if file is not None and not file.parent.is_dir():
                 raise ValueError(f"{str(file)!r} cannot be written: the folder {str(file.parent)!r} does not exist")
-        if any((folder / "spec.json").exists() for folder in self.folders):
+        # a run with diagnostics has a page of its own, which only its owner can read
+        measured = any((folder / "diagnostics.json").exists() for folder in self.folders)
+        if not measured and any((folder / "spec.json").exists() for folder in self.folders):
             return self._own_runs()
         records, diagnostics = summary.read(self.folders)
         written = {"page": self.out}

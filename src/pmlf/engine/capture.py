@@ -73,7 +73,7 @@ def _passed(one: Pass) -> tuple[deque[tuple[Seen, Tensor | None]], dict[str, Ten
         loss = per_sample_loss(one.loss_fn(model, one.batch), samples)
         recorder.recording = False
         if recorder.without_grad:
-            refuse_reentrant_checkpoint(loss, recorder.without_grad)
+            refuse_reentrant_checkpoint(loss, f"layer {recorder.without_grad[0]!r}")
         bare = sorted(leaves) if plan.gradients == "one-by-one" else []
         wanted: list[Any] = [*recorder.edges, *(leaves[name] for name in bare)]
         if not wanted:

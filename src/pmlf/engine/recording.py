@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -127,7 +127,7 @@ def refuse_rows_of_others(name: str, grad: Tensor | None, marked: Tensor | None,
         )
 
 
-def refuse_reentrant_checkpoint(loss: Tensor, layers: Sequence[str]) -> None:
+def refuse_reentrant_checkpoint(loss: Tensor, what: str) -> None:
     waiting: list[Node | None] = [loss.grad_fn]
     seen: set[Node] = set()
     while waiting:
@@ -137,7 +137,7 @@ def refuse_reentrant_checkpoint(loss: Tensor, layers: Sequence[str]) -> None:
         seen.add(node)
         if node.name() == "CheckpointFunctionBackward":
             raise UnsupportedModel(
-                f"layer {layers[0]!r} runs under reentrant checkpointing, which hides its gradient: checkpoint with "
+                f"{what} runs under reentrant checkpointing, which hides its gradient: checkpoint with "
                 "use_reentrant=False"
             )
         waiting.extend(next_node for next_node, _ in node.next_functions)

@@ -29,6 +29,7 @@ from pmlf.engine.operations.rules import RULES, by_autograd
 from pmlf.engine.operations.uses import Use, Uses, functions_entered
 from pmlf.engine.operations.weights import Weights
 from pmlf.engine.passes import Pass
+from pmlf.engine.recording import refuse_reentrant_checkpoint
 from pmlf.engine.swap import swapped
 
 HANDLERS: dict[str, Any] = {**RULES, **REWRITTEN, "in place": in_place, "by autograd": by_autograd}
@@ -87,13 +88,12 @@ def _passed(one: Pass) -> tuple[Weights, deque[tuple[Use, Tensor, Layout]], int 
         marking = samples > 1 and (one.rows == "marked" or None in known)
         edges = [use.edge for use in mode.uses]
         wanted: list[Any] = [*edges, *leaves.values()]
-        grads = torch.autograd.grad(
-            loss,
-            wanted,
-            torch.full_like(loss, one.weight),
-            allow_unused=True,
-            retain_graph=marking,
-        )
+        try:
+            ones = torch.full_like(loss, one.weight)
+            grads = torch.autograd.grad(loss, wanted, ones, allow_unused=True, retain_graph=marking)
+        except RuntimeError:
+            refuse_reentrant_checkpoint(loss, "a part of the model")
+            raise
         _refuse_leaks(leaves, grads[len(edges) :])
         layouts, chance = (known, None) if not marking else _found(loss, one.weight, mode.uses, grads, known, learned)
     del loss

@@ -65,8 +65,9 @@ def _passed(one: Pass, layers: list[nn.Module] | None = None) -> _Looked:
     replacements |= {id(buffer): buffer.clone() for buffer in anatomy.buffers.values()}
     mode = _Looked(leaves, one)
 
-    def leave(*given: Any) -> None:
-        mode.running.pop()
+    def leave(layer: nn.Module, *given: Any) -> None:
+        if mode.running and mode.running[-1] is layer:  # it is not if another hook has stopped it from running
+            mode.running.pop()
 
     handles = [
         layer.register_forward_pre_hook(lambda layer, given: mode.running.append(layer)) for layer in layers or ()

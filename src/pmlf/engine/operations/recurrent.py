@@ -82,7 +82,8 @@ def direction(
     `projection` what an LSTM does with its output.
     """
     outputs, steps, ended = list[Tensor](), Steps([], []), list[State]()
-    state = tuple(part[: len(gates[0])] for part in first)
+    begun = len(gates[0])  # a slice of all rows would be one of samples, for the proof
+    state = tuple(part if len(part) == begun else part[:begun] for part in first)
     for now in gates:
         here, size = len(state[0]), len(now)
         if size < here:
