@@ -33,7 +33,7 @@ def test_every_rule_of_the_engine_has_a_probe() -> None:
     assert found >= {"linear", "convolution", "embedding", "layer norm", "rms norm", "group norm", "instance norm"}
 
 
-def run_with(monkeypatch: pytest.MonkeyPatch, *probed: probes.Probe) -> dict[str, Any]:
+def run_with(monkeypatch: pytest.MonkeyPatch, *probed: probes.RuleProbe) -> dict[str, Any]:
     monkeypatch.setattr(selftest, "PROBES", probed or probes.PROBES[:1])
     monkeypatch.setattr(selftest, "_costs", lambda device: [])
     return selftest.run("cpu", lambda line: None)
@@ -66,7 +66,7 @@ def test_too_little_noise_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gradients_of_less_precision_than_promised_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU computes that rounds products to ten bits: every output of a layer is off by a thousandth."""
-    rough = probes.Probe(name="rough", build=probes.PROBES[0].build, shape=(6,))
+    rough = probes.RuleProbe(name="rough", build=probes.PROBES[0].build, shape=(6,))
     original = selftest._flat
 
     def rounded(tensors: Any) -> torch.Tensor:
@@ -77,7 +77,7 @@ def test_gradients_of_less_precision_than_promised_fail(monkeypatch: pytest.Monk
 
 
 def test_an_error_is_a_failed_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = probes.Probe(name="broken", build=lambda: torch.nn.Linear(5, 4), shape=(6,))
+    broken = probes.RuleProbe(name="broken", build=lambda: torch.nn.Linear(5, 4), shape=(6,))
     document = run_with(monkeypatch, probes.PROBES[0], broken)
     assert failed(document) == {"broken"}
     row = next(row for row in document["rows"] if row["check"] == "broken")

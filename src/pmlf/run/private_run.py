@@ -50,7 +50,7 @@ class PrivateRun:
         budget: What the run plans to spend and has spent.
         callbacks: Receive the released numbers of every step; a list to append to.
 
-    >>> import pmlf
+    >>> import pmlf, torch
     >>> from torch.utils.data import TensorDataset
     >>> model = nn.Linear(3, 1)
     >>> run = pmlf.make_private(
