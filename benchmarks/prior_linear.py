@@ -1,13 +1,16 @@
-"""Accuracy of private linear models on features from synthetic images.
+"""Accuracy of private linear models on features from synthetic images, and on embeddings of texts.
 
 python benchmarks/prior_linear.py test --dataset cifar10 --data-dir DATA --out docs/results/prior-linear-cifar10.json
-python benchmarks/prior_linear.py test --seeds 3 --data-dir DATA --out seed-3.json  # seeds in parallel
-python benchmarks/prior_linear.py merge seed-*.json --out docs/results/prior-linear-cifar10.json
+python benchmarks/prior_linear.py test --dataset sst2 --model DIR --data-dir DATA --out docs/results/...-sst2.json
 python benchmarks/prior_linear.py ablation --data-dir DATA --out docs/results/prior-linear-ablation.json
+python benchmarks/prior_linear.py trials --trials trials.json --data-dir DATA --out dev/results/prior-linear-trials.json
 
 `test` trains on the whole training split and evaluates each model once on the test split. A seed redraws everything
-random: synthetic images, dictionaries and all noise. `ablation` changes one thing at a time and evaluates on the last
-5,000 training records, which it does not train on. Both skip what the file at --out already holds, so they resume.
+random: synthetic images, dictionaries and all noise; an encoder of texts (--model) is fixed. `ablation` changes one
+thing at a time, `trials` what a file lists (`[{"epsilon": 1, "clip_norm": 0.1, "rate": 1.5}, ...]`: changes of the
+recipe, `rate` times its learning rate); both evaluate on the last 5,000 training records, which they do not train on.
+All skip what the file at --out already holds, so they resume. Models on the same features are trained side by side,
+with one pass over the features a step.
 """
 
 from __future__ import annotations
@@ -17,22 +20,27 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pmlf import data, machine, priors
+from pmlf import machine
 from pmlf.basics.files import write_json
-from pmlf.experiments.prior_linear import recipe
-from pmlf.priors import ImagePrior, PriorSpec
-from pmlf.probe import FeatureBlock, PrivateProbe
+from pmlf.experiments.linear_features import FeatureSplits, feature_splits
+from pmlf.experiments.options import PretrainedOptions
+from pmlf.experiments.spec import RunSpec
+from pmlf.filters import LowPass
+from pmlf.probe import FeatureBlock, FeatureRows, PrivateProbe, advance_together
+from pmlf.probe.training import ProbeTraining
 
 EPSILONS = (1.0, 2.0, 4.0, 8.0)
 HELD_OUT = 5000
-DATASETS = ("cifar10", "fashion-mnist", "mnist")
+DELTA = 1e-5
+DATASETS = ("cifar10", "fashion-mnist", "mnist", "sst2")
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "as it is": {},
     "without the private mean": {"mean_share": 0.0},
@@ -40,62 +48,114 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "whitening 0.5": {"whitening": 0.5},
     "whitening 0": {"whitening": 0.0},
     "clip norm 1": {"clip_norm": 1.0},
+    "no filter": {"low_pass": LowPass()},
     "patches alone": {"kept": ("patches",)},
     "patches and half-size patches": {"kept": ("patches", "half-size patches")},
     "patches and colours": {"kept": ("patches", "colours")},
 }
 
+Row = dict[str, Any]
+Fitted = tuple[Mapping[str, Any], PrivateProbe, ProbeTraining]
 
-def spec_of(images: data.ImageData, seed: int) -> PriorSpec:
-    return PriorSpec(image_size=images.image_size, channels=images.in_channels, mirrors=images.mirrors, seed=seed)
+
+class Records:
+    """The rows of a file, written after each of them."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.out: Path = arguments.out
+        self.document: dict[str, Any] = {
+            "command": f"python benchmarks/prior_linear.py {arguments.what} --dataset {arguments.dataset}",
+            "recipe": "prior-linear" if arguments.model is None else f"sentence-embedding, {arguments.model.name}",
+            "dataset": arguments.dataset,
+            "split": "test" if arguments.what == "test" else "held-out training records",
+            "settings": "pmlf.experiments.linear_features",
+            "machine": machine.describe("torch", "numpy"),
+            "features_processor_seconds": {},
+            "runs": [],
+        }
+        if self.out.exists():
+            self.document = json.loads(self.out.read_text())
+
+    def has(self, **keys: Any) -> bool:
+        return any(all(row.get(name) == value for name, value in keys.items()) for row in self.document["runs"])
+
+    def add(self, row: Row) -> None:
+        self.document["runs"].append(row)
+        print(json.dumps(row), flush=True)
+        if self.document["split"] == "test":
+            self.document["summary"] = summary(self.document["runs"])
+        write_json(self.out, self.document, released=True)
+
+    def extracted(self, seed: int, seconds: float) -> None:
+        """Add up the time of a seed's features: an interrupted extraction continues, and what is cached costs none."""
+        known = self.document["features_processor_seconds"]
+        known[str(seed)] = known.get(str(seed), 0.0) + seconds
+        write_json(self.out, self.document, released=True)
 
 
-def extracted(prior: ImagePrior, split: data.ImageDataset) -> NDArray[Any]:
+def loaded(arguments: argparse.Namespace, seed: int) -> FeatureSplits:
+    """The features of a seed, from the cache or computed into it."""
+
     def show(done: int, of: int) -> None:
-        print(f"\r{done} of {of} images", end="" if done < of else "\n", file=sys.stderr, flush=True)
+        print(f"\r{done} of {of} records", end="" if done < of else "\n", file=sys.stderr, flush=True)
 
-    return priors.extract(prior, split.images.numpy(), progress=show)
-
-
-def record(document: dict[str, Any], out: Path, row: dict[str, Any]) -> None:
-    document["runs"].append(row)
-    print(json.dumps(row), flush=True)
-    write_json(out, document, released=True)
+    spec = RunSpec(dataset=arguments.dataset, model="prior-linear", seed=seed)
+    if arguments.model is not None:
+        embedding = PretrainedOptions(prior="sentence-embedding")
+        spec = replace(spec, model=str(arguments.model), pretrained=embedding)
+    return feature_splits(spec, arguments.data_dir, show)
 
 
-def test(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
+def trained(
+    settings: Iterable[Mapping[str, Any]], rows: FeatureRows, labels: NDArray[np.int64], seed: int
+) -> list[Fitted]:
+    """A model for each of the settings, trained side by side. `rate` multiplies the default learning rate."""
+    found: list[Fitted] = []
+    for each in settings:
+        rate = each.get("rate", 1.0)
+        given = {name: value for name, value in each.items() if name != "rate"}
+        probe = PrivateProbe(delta=DELTA, random_state=seed, **given)
+        training = probe.begin(rows, labels)
+        if rate != 1.0:
+            training = probe.set_params(learning_rate=rate * training.learning_rate).begin(rows, labels)
+        found.append((each, probe, training))
+    while advance_together([training for _, _, training in found]):
+        pass
+    for _, probe, training in found:
+        probe.finish(training)
+    return found
+
+
+def test(arguments: argparse.Namespace, records: Records) -> None:
     """Every seed and epsilon: one model, one evaluation on the test split."""
-    images = data.load(arguments.dataset, arguments.data_dir)
-    done = {(row["seed"], row["target_epsilon"]) for row in document["runs"]}
     for seed in arguments.seeds:
-        left = [epsilon for epsilon in arguments.epsilons if (seed, epsilon) not in done]
+        left = [epsilon for epsilon in arguments.epsilons if not records.has(seed=seed, target_epsilon=epsilon)]
         if not left:
             continue
-        wall, processor = time.perf_counter(), time.process_time()
-        prior = ImagePrior.load(spec_of(images, seed))
-        train, judged = extracted(prior, images.train), extracted(prior, images.test)
-        features_seconds = time.perf_counter() - wall
-        for epsilon in left:
-            wall, processor = time.perf_counter(), time.process_time()
-            probe = PrivateProbe(classes=10, epsilon=epsilon, delta=1e-5, random_state=seed, **recipe(prior))
-            probe.fit(train, images.train.labels.numpy())
+        began = time.process_time()
+        splits = loaded(arguments, seed)
+        ((judged, judged_labels),) = splits.judged_on.values()
+        records.extracted(seed, time.process_time() - began)
+        began = time.process_time()
+        settings = [{**splits.recipe(epsilon), "epsilon": epsilon, "classes": len(splits.names)} for epsilon in left]
+        fitted = trained(settings, FeatureRows(splits.features), splits.labels, seed)
+        seconds = time.process_time() - began
+        for each, probe, _ in fitted:
             row = {
                 "seed": seed,
-                "target_epsilon": epsilon,
+                "target_epsilon": each["epsilon"],
                 "epsilon": probe.epsilon_,
-                "delta": 1e-5,
+                "delta": DELTA,
                 "noise_multiplier": probe.noise_multiplier_,
-                "accuracy": probe.score(judged, images.test.labels.numpy()),
-                "seconds": time.perf_counter() - wall,
-                "processor_seconds": time.process_time() - processor,
-                "features_seconds": features_seconds,
+                "learning_rate": probe.learning_rate_,
+                "accuracy": probe.score(judged, judged_labels),
+                "processor_seconds_of_all_trained_together": seconds,
+                "trained_together": len(left),
             }
-            record(document, arguments.out, row)
-    document["summary"] = summary(document["runs"])
-    write_json(arguments.out, document, released=True)
+            records.add(row)
 
 
-def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(runs: Sequence[Row]) -> dict[str, Any]:
     """Mean, deviation and 95 % interval over seeds, by epsilon."""
     from scipy import stats
 
@@ -112,78 +172,78 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def merge(parts: list[Path], out: Path) -> None:
-    """One record of the runs in several files."""
-    documents = [json.loads(part.read_text()) for part in parts]
-    runs = sorted(
-        (row for each in documents for row in each["runs"]), key=lambda row: (row["target_epsilon"], row["seed"])
-    )
-    write_json(out, {**documents[0], "runs": runs, "summary": summary(runs)}, released=True)
-
-
-def ablation(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
+def ablation(arguments: argparse.Namespace, records: Records) -> None:
     """One change at a time, on records of the training split that are held out."""
-    images = data.load(arguments.dataset, arguments.data_dir)
-    prior = ImagePrior.load(spec_of(images, arguments.seeds[0]))
-    features, labels = extracted(prior, images.train), images.train.labels.numpy()
+    asked = [
+        {"epsilon": epsilon, "change": change, **changes}
+        for change, changes in ABLATIONS.items()
+        for epsilon in arguments.epsilons
+    ]
+    held_out(arguments, records, asked)
+
+
+def trials(arguments: argparse.Namespace, records: Records) -> None:
+    """What the file lists, on records of the training split that are held out."""
+    held_out(arguments, records, json.loads(arguments.trials.read_text()))
+
+
+def held_out(arguments: argparse.Namespace, records: Records, asked: Sequence[Mapping[str, Any]]) -> None:
+    """Train with changed recipes, side by side where the features are the same; evaluate on held-out records."""
+    left = [trial for trial in asked if not records.has(trial=_key(trial))]
+    if not left:
+        return
+    splits, seed = loaded(arguments, arguments.seeds[0]), arguments.seeds[0]
+    labels = splits.labels
     cut = len(labels) - HELD_OUT
-    done = {(row["change"], row["target_epsilon"]) for row in document["runs"]}
-    for epsilon in arguments.epsilons:
-        for change, changes in ABLATIONS.items():
-            if (change, epsilon) in done:
-                continue
-            settings = {**recipe(prior), **{name: value for name, value in changes.items() if name != "kept"}}
-            chosen, settings["blocks"] = of_blocks(prior, features, changes.get("kept"))
-            probe = PrivateProbe(classes=10, epsilon=epsilon, delta=1e-5, random_state=arguments.seeds[0], **settings)
-            probe.fit(chosen[:cut], labels[:cut])
-            row = {"change": change, "target_epsilon": epsilon, "accuracy": probe.score(chosen[cut:], labels[cut:])}
-            record(document, arguments.out, row)
+    for kept in dict.fromkeys(tuple(trial.get("kept", ())) for trial in left):
+        same = [trial for trial in left if tuple(trial.get("kept", ())) == kept]
+        chosen, blocks = of_blocks(splits, kept)
+        settings = [
+            {**splits.recipe(trial["epsilon"]), "blocks": blocks, "classes": len(splits.names)}
+            | {name: value for name, value in trial.items() if name not in ("kept", "change")}
+            for trial in same
+        ]
+        began = time.process_time()
+        fitted = trained(settings, FeatureRows(chosen[:cut]), labels[:cut], seed)
+        print(f"{len(same)} models in {time.process_time() - began:.0f} processor seconds", flush=True)
+        for trial, (_, probe, _) in zip(same, fitted, strict=True):
+            accuracy = probe.score(chosen[cut:], labels[cut:])
+            records.add({"trial": _key(trial), "learning_rate": probe.learning_rate_, "accuracy": accuracy})
 
 
-def of_blocks(
-    prior: ImagePrior, features: NDArray[Any], kept: tuple[str, ...] | None
-) -> tuple[NDArray[Any], tuple[FeatureBlock, ...]]:
-    """The features of the named blocks alone, and these blocks at their new places. None keeps all blocks."""
-    if kept is None:
-        return features, recipe(prior)["blocks"]
+def _key(trial: Mapping[str, Any]) -> dict[str, Any]:
+    """A trial as JSON keeps it."""
+    found: dict[str, Any] = json.loads(json.dumps(dict(trial), default=repr))
+    return found
+
+
+def of_blocks(splits: FeatureSplits, kept: tuple[str, ...]) -> tuple[NDArray[Any], tuple[FeatureBlock, ...]]:
+    """The features of the named blocks alone, and these blocks at their new places. None named: all blocks."""
+    known: tuple[FeatureBlock, ...] = splits.recipe(1.0)["blocks"]
+    if not kept:
+        return splits.features, known
+    assert splits.prior is not None
     parts, blocks, start = [], [], 0
-    for block in prior.blocks:
-        if block.name in kept:
-            part = features[:, block.columns]
-            stop = start + part.shape[1]
-            blocks.append(
-                FeatureBlock(start=start, stop=stop, weight=block.weight, eigenvalues=block.eigenvalues.tolist())
-            )
-            parts.append(part)
-            start = stop
+    for block, described in zip(known, splits.prior.all_blocks, strict=True):
+        if described.name in kept:
+            parts.append(splits.features[:, block.columns])
+            blocks.append(replace(block, start=start, stop=start + block.width))
+            start += block.width
     return np.concatenate(parts, axis=1), tuple(blocks)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("test", "ablation", "merge"))
-    parser.add_argument("parts", type=Path, nargs="*", help="for merge: files that `test` wrote")
+    parser.add_argument("what", choices=("test", "ablation", "trials"))
     parser.add_argument("--dataset", choices=DATASETS, default="cifar10")
+    parser.add_argument("--model", type=Path, help="the folder of an encoder of texts")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS))
+    parser.add_argument("--trials", type=Path, help="for trials: a JSON list of changes")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    if arguments.what == "merge":
-        merge(arguments.parts, arguments.out)
-        return
-    document: dict[str, Any] = {
-        "command": f"python benchmarks/prior_linear.py {arguments.what} --dataset {arguments.dataset}",
-        "recipe": "prior-linear",
-        "dataset": arguments.dataset,
-        "split": "test" if arguments.what == "test" else "held-out training records",
-        "settings": "pmlf.experiments.prior_linear.recipe",
-        "machine": machine.describe("torch", "numpy"),
-        "runs": [],
-    }
-    if arguments.out.exists():
-        document["runs"] = json.loads(arguments.out.read_text())["runs"]
-    (test if arguments.what == "test" else ablation)(arguments, document)
+    {"test": test, "ablation": ablation, "trials": trials}[arguments.what](arguments, Records(arguments))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pmlf.cli.main import main
-from pmlf.experiments import prior_linear
+from pmlf.experiments import linear_features
 from pmlf.priors import PatchSpec, PriorSpec
 
 COMMAND = ["train", "--model", "prior-linear", "--epsilon", "8", "--records", "400", "--steps", "2"]
@@ -19,7 +19,7 @@ COMMAND = ["train", "--model", "prior-linear", "--epsilon", "8", "--records", "4
 def small_prior(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMLF_CACHE", str(tmp_path / "cache"))
     blocks = (PatchSpec(name="patches", weight=1.0, filters=4, grid=2),)
-    monkeypatch.setattr(prior_linear, "PriorSpec", partial(PriorSpec, images=20, blocks=blocks))
+    monkeypatch.setattr(linear_features, "PriorSpec", partial(PriorSpec, images=20, blocks=blocks))
 
 
 def test_a_run_prints_its_certified_epsilon_and_a_complete_run_resumes_to_its_result(

@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+import pmlf
 from pmlf.cli.main import main
 from pmlf.evidence import certificate, ledger
 from pmlf.experiments import probing
@@ -107,3 +108,68 @@ def test_what_is_refused_leaves_no_folder_and_says_what_to_give(
     assert main(["probe", *arguments, *out]) == 2
     assert message in capsys.readouterr().err
     assert not (files / "run").exists()
+
+
+def test_a_changed_file_is_not_resumed_on(files: Path) -> None:
+    def interrupt(training: Any) -> None:
+        if training.done == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    given = spec(files)
+    probing.run_probe(given, files / "run", progress=interrupt)
+    labels = np.load(files / "y.npy")
+    labels[0] = 1 - labels[0]
+    np.save(files / "y.npy", labels)
+    with pytest.raises(ValueError, match="have changed since the run started"):
+        probing.run_probe(given, files / "run", resume=True)
+
+
+@pytest.mark.parametrize("head", [["softmax"], ["sigmoid"]])
+def test_a_trained_probe_predicts_and_scores_files(
+    files: Path, head: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(files)
+    options = ["--classes", "2", "--epsilon", "8", "--head", *head, "--seed", "0", "--out", "run", "--json"]
+    assert main(["probe", "x.npy", "--labels", "y.npy", *options]) == 0
+    capsys.readouterr()
+    assert main(["predict", "run", "x.npy", "xy.parquet", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["predictions"]
+    assert len(rows) == 2 * N and rows[0]["input"] == "x.npy:1" and set(rows[0]) >= {"prediction", "p(0)", "p(1)"}
+    guessed = np.array([int(row["prediction"]) for row in rows[:N]])
+    accuracy = float(np.mean(guessed == np.load("y.npy")))
+    assert accuracy > 0.8
+    for source in (["x.npy", "--label-column", "y.npy"], ["xy.npz"], ["xy.parquet"]):
+        assert main(["evaluate", "run", "--dataset", *source, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["score"]["accuracy"] == pytest.approx(accuracy)
+
+
+def test_numbers_are_predicted_in_their_range(files: Path) -> None:
+    numbers = np.load(files / "x.npy")[:, 0] * 10
+    np.save(files / "numbers.npy", numbers)
+    given = {"head": "least-squares", "target_range": (-40.0, 80.0), "epsilon": 8.0, "intercept": 0.2}
+    spec = probing.ProbeSpec(
+        features=str(files / "x.npy"), labels=str(files / "numbers.npy"), holdout=None, probe=given
+    )
+    probing.run_probe(spec, files / "run")
+    model = pmlf.load(files / "run")
+    predicted = [row["prediction"] for row in model.predict(np.load(files / "x.npy"))]
+    assert min(predicted) >= -40 and max(predicted) <= 80
+    assert np.corrcoef(predicted, numbers)[0, 1] > 0.5
+
+
+def test_features_of_another_width_are_refused(files: Path) -> None:
+    probing.run_probe(spec(files), files / "run")
+    with pytest.raises(ValueError, match="give rows of 6 numbers"):
+        pmlf.load(files / "run").predict(np.zeros((2, 5)))
+
+
+def test_train_takes_a_file_of_features(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(files)
+    options = ["--labels", "y.npy", "--classes", "2", "--epsilon", "4", "--steps", "5", "--holdout", "0.2", "--json"]
+    assert main(["train", "--features", "x.npy", *options, "--out", "run"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["epsilon"] <= 4.0 and result["records"] == 480 and result["steps"] == 5
+    assert main(["train", "--features", "x.npy", *options, "--lr", "3"]) == 2
+    assert "--lr is not an option of --features" in capsys.readouterr().err

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
-from pmlf.experiments import prior_linear
+import pmlf
+from pmlf import data
+from pmlf.experiments import export, linear_features, prior_linear
+from pmlf.experiments.options import PretrainedOptions
 from pmlf.experiments.results import SilentObserver
 from pmlf.experiments.spec import RunSpec
 from pmlf.priors import PatchSpec, PriorSpec
+from twins import write_glue, write_images, write_text_model, write_vision_model
 
 SPEC = RunSpec(model="prior-linear", epsilon=8.0, delta=1e-4, records=1500, seed=0, steps=6)
 
@@ -21,7 +28,7 @@ def small_prior(tmp_path_factory: pytest.TempPathFactory) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PMLF_CACHE", str(tmp_path_factory.mktemp("cache")))
         blocks = (PatchSpec(name="patches", weight=1.0, filters=12, grid=3),)
-        patch.setattr(prior_linear, "PriorSpec", partial(PriorSpec, images=60, blocks=blocks))
+        patch.setattr(linear_features, "PriorSpec", partial(PriorSpec, images=60, blocks=blocks))
         yield
 
 
@@ -70,3 +77,81 @@ def test_a_setting_of_networks_is_refused(given: dict[str, object], tmp_path: Pa
     with pytest.raises(ValueError, match=r"leave (it|them) out"):
         prior_linear.run(RunSpec(model="prior-linear", **given), tmp_path / "run")  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_loaded_predicts_and_scores_as_it_did(tmp_path: Path) -> None:
+    result = prior_linear.run(SPEC, tmp_path / "run")
+    model = pmlf.load(tmp_path / "run")
+    again = model.evaluate("fashion-mnist-small")
+    assert again.records == 2000
+    images = data.load("fashion-mnist-small").test
+    truth = images.labels[:1500].tolist()
+    pictures = [Image.fromarray(image[0].numpy()) for image in images.images[:1500]]
+    guessed = [model.names.index(row["prediction"]) for row in model.predict(pictures)]
+    accuracy = sum(a == b for a, b in zip(guessed, truth, strict=True)) / 1500
+    assert accuracy == pytest.approx(result.test_accuracy)
+    assert model.certificate is not None and model.certificate["epsilon"] <= 8.0
+
+
+def test_an_export_of_a_linear_model_is_a_folder_and_no_graph(tmp_path: Path) -> None:
+    prior_linear.run(SPEC, tmp_path / "run")
+    export.write(tmp_path / "run", "hub", tmp_path / "hub")
+    shirt = [Image.new("L", (28, 28), 200)]
+    one, other = (pmlf.load(tmp_path / name).probabilities(shirt) for name in ("run", "hub"))
+    assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="format='hub'"):
+        export.write(tmp_path / "run", "torch-export", tmp_path / "model.pt2")
+
+
+def test_embeddings_of_texts_train_resume_load_and_predict(tmp_path: Path) -> None:
+    write_glue(tmp_path, "sst2", records=60)
+    encoder = write_text_model(tmp_path / "bert", "bert")
+    spec = RunSpec(
+        dataset="sst2",
+        model=str(encoder),
+        pretrained=PretrainedOptions(prior="sentence-embedding"),
+        epsilon=8.0,
+        seed=0,
+        steps=4,
+    )
+    stopped = prior_linear.run(spec, tmp_path / "run", data_dir=tmp_path, observer=_Stopper())
+    result = prior_linear.run(stopped.spec, tmp_path / "run", data_dir=tmp_path, resume=True)
+    assert result.steps == 4 and result.split == "validation"
+    assert result.certified_epsilon is not None and result.certified_epsilon <= 8.0
+    shutil.rmtree(encoder)  # the folder of the run is enough
+    model = pmlf.load(tmp_path / "run")
+    assert model.evaluate("sst2", split="validation", data_dir=tmp_path).accuracy == result.test_accuracy
+    (row,) = model.predict(["what a film"])
+    assert row["prediction"] in ("negative", "positive")
+
+
+def test_embeddings_of_images_train_and_load(tmp_path: Path) -> None:
+    write_images(tmp_path, "cifar10", labels=list(range(10)) * 3)
+    spec = RunSpec(
+        dataset="cifar10",
+        model=str(write_vision_model(tmp_path / "vit")),
+        pretrained=PretrainedOptions(prior="image-embedding"),
+        epsilon=8.0,
+        seed=0,
+        steps=2,
+    )
+    result = prior_linear.run(spec, tmp_path / "run", data_dir=tmp_path)
+    model = pmlf.load(tmp_path / "run")
+    assert model.evaluate("cifar10", data_dir=tmp_path).accuracy == result.test_accuracy
+
+
+def test_a_resumed_run_refuses_other_records(tmp_path: Path) -> None:
+    encoder = write_text_model(tmp_path / "bert", "bert")
+    write_glue(tmp_path, "sst2", records=60)
+    given = PretrainedOptions(prior="sentence-embedding")
+    spec = RunSpec(dataset="sst2", model=str(encoder), pretrained=given, epsilon=8.0, steps=4)
+    stopped = prior_linear.run(spec, tmp_path / "run", data_dir=tmp_path, observer=_Stopper())
+    write_glue(tmp_path, "sst2", records=60, labels=[1] * 60)
+    with pytest.raises(ValueError, match="have changed since the run started"):
+        prior_linear.run(stopped.spec, tmp_path / "run", data_dir=tmp_path, resume=True)
+
+
+def test_an_embedding_needs_an_encoder(tmp_path: Path) -> None:
+    spec = RunSpec(dataset="sst2", pretrained=PretrainedOptions(prior="sentence-embedding"))
+    with pytest.raises(ValueError, match="needs an encoder"):
+        prior_linear.run(spec, tmp_path / "run")

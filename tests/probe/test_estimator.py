@@ -20,7 +20,7 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from pmlf.evidence import certificate, certificate_page, ledger
 from pmlf.mechanism.noise import Stream
-from pmlf.probe import FeatureBlock, PrivateProbe
+from pmlf.probe import FeatureBlock, FeatureRows, PrivateProbe, advance_together
 
 N, D = 3000, 12
 
@@ -141,6 +141,27 @@ def test_a_resumed_seeded_training_ends_with_the_same_weights() -> None:
         pass
     assert torch.equal(second.model().weights, whole.model().weights)
     assert second.budget.run_events == 8
+
+
+def test_trainings_side_by_side_end_as_each_does_alone() -> None:
+    """With different plans, also one that is shorter, one without queries, and one with batches of its own."""
+    X, y = classified()
+    probes = [
+        PrivateProbe(classes=3, epsilon=1.0, steps=6, random_state=1),
+        PrivateProbe(classes=3, epsilon=8.0, steps=4, clip_norm=1.0, intercept=0.1, random_state=2),
+        PrivateProbe(classes=3, epsilon=2.0, steps=5, mean_share=0.0, moments_share=0.0, random_state=3),
+        PrivateProbe(classes=3, epsilon=2.0, steps=5, batch_size=200, random_state=4),
+    ]
+    rows = FeatureRows(X)
+    together = [probe.begin(rows, y) for probe in probes]
+    while advance_together(together):
+        pass
+    for probe, training in zip(probes, together, strict=True):
+        alone = clone(probe).fit(X, y)
+        found = probe.finish(training)
+        np.testing.assert_allclose(found.coef_, alone.coef_, atol=1e-5 * np.abs(alone.coef_).max())
+        assert found.epsilon_ == alone.epsilon_ <= probe.epsilon
+        assert found.n_iter_ == probe.steps
 
 
 def test_an_event_lost_in_a_crash_is_paid_again_and_never_past_the_target(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pmlf.probe.release import SensitiveSum
 from pmlf.probe.rows import FeatureRows
 from pmlf.probe.settings import ProbeSettings
 from pmlf.probe.shaping import BlockShape, FeatureBlock, mean_sum, moment_sum, scale_of
-from pmlf.probe.training import gradient_sum
+from pmlf.probe.training import GradientQuery, gradient_sums
 
 WIDTHS = (7, 4)
 D = sum(WIDTHS)
@@ -153,7 +153,8 @@ def reference_gradient(one: Case, features: Floats, targets: torch.Tensor) -> Fl
 
 def gradient(one: Case, features: Floats, targets: torch.Tensor, chosen: Floats | None = None) -> SensitiveSum:
     shaped = ShapedRows(FeatureRows(features), one.shapes, intercept=one.settings.intercept)
-    return gradient_sum(shaped, targets, one.weights, one.settings, chosen)
+    query = GradientQuery(shaped=shaped, targets=targets, weights=one.weights, settings=one.settings)
+    return gradient_sums([query], chosen)[0]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -163,6 +164,27 @@ def test_the_clipped_sum_is_that_of_one_record_at_a_time(head: str, dtype: type)
     features = one.features.astype(dtype)
     found = gradient(one, features, one.targets).values.numpy()
     np.testing.assert_allclose(found, reference_gradient(one, features, one.targets), atol=2e-6)
+
+
+def test_several_sums_in_one_pass_are_those_of_one_record_at_a_time() -> None:
+    """Of different means, scales, heads, clip norms and weights."""
+    cases = [case("softmax"), case("least-squares"), case("sigmoid", seed=3)]
+    cases[1] = Case(**{**vars(cases[1]), "settings": settings_of("least-squares", 3, 40, clip_norm=0.05)})
+    rows = FeatureRows(cases[0].features)
+    queries = [
+        GradientQuery(
+            shaped=ShapedRows(rows, one.shapes, intercept=one.settings.intercept),
+            targets=one.targets,
+            weights=one.weights,
+            settings=one.settings,
+        )
+        for one in cases
+    ]
+    for one, found in zip(cases, gradient_sums(queries, None), strict=True):
+        assert found.sensitivity == one.settings.clip_norm
+        np.testing.assert_allclose(
+            found.values.numpy(), reference_gradient(one, cases[0].features, one.targets), atol=2e-6
+        )
 
 
 def test_a_poisson_batch_sums_its_records_only() -> None:

@@ -1,9 +1,10 @@
-"""`pmlf train --model prior-linear`: compute features, then train a private linear model on them."""
+"""`pmlf train --model prior-linear` or `--prior`: compute features, then train a private linear model on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,27 +12,32 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pmlf.cli import display
+from pmlf.cli.probe import ProbeCommand
 from pmlf.cli.run_display import train_progress
-from pmlf.experiments.spec import RunSpec, flag
+from pmlf.experiments.options import OwnData
+from pmlf.experiments.spec import RunSpec, Setting, flag
 
 if TYPE_CHECKING:
     from pmlf.cli.training import Train
     from pmlf.experiments.results import RunResult
 
 MODEL = "prior-linear"
-_OF_NETWORKS = ("ledger", "checkpoint_every", "check_on_data", "diagnostics", "show_sensitive", "log")
+_OF_NETWORKS_ALONE = ("checkpoint_every", "check_on_data", "diagnostics", "show_sensitive", "log")
+_OF_NETWORKS = ("ledger", *_OF_NETWORKS_ALONE)
+_OF_PROBES = ("epsilon", "delta", "steps", "batch_size", "clip_norm", "holdout", "seed")
 
 
 def train(command: Train, spec: RunSpec, out: Path) -> RunResult:
     """Run the spec and print its result."""
-    from pmlf.experiments import prior_linear
+    from pmlf.experiments import linear_features, prior_linear
 
     for name in _OF_NETWORKS:
         if getattr(command, name):
-            raise ValueError(f"{flag(name)} is not an option of --model {MODEL}: leave it out")
+            of = f"--model {MODEL}" if spec.pretrained.prior is None else f"--prior {spec.pretrained.prior}"
+            raise ValueError(f"{flag(name)} is not an option of {of}: leave it out")
     console = Console(stderr=True)
     with _extraction_progress(console) as extracting:
-        prior_linear.feature_splits(spec, command.data_dir, extracting)
+        linear_features.feature_splits(spec, command.data_dir, extracting)
     with train_progress(console) as observer:
         result = prior_linear.run(
             spec, out, data_dir=command.data_dir, observer=observer, resume=command.resume is not None
@@ -40,10 +46,40 @@ def train(command: Train, spec: RunSpec, out: Path) -> RunResult:
     return result
 
 
+def on_features(command: Train) -> ProbeCommand:
+    """`pmlf train --features` as the command `pmlf probe`.
+
+    Raises:
+        ValueError: An option is given that only datasets or networks have.
+    """
+    given, usual = vars(command.setting), vars(Setting())
+    if command.features is None:
+        raise ValueError("--classes is for --features FILE: with a dataset, give --labels")
+    for name in (*_OF_NETWORKS_ALONE, "resume", "data_dir"):
+        if getattr(command, name):
+            raise ValueError(f"{flag(name)} is not an option of --features: leave it out, or see `pmlf probe --help`")
+    for name, value in given.items():
+        if name not in (*_OF_PROBES, "own") and value != usual[name]:
+            raise ValueError(f"{flag(name)} is not an option of --features: leave it out, or see `pmlf probe --help`")
+    labels = command.setting.own.labels or (None,)
+    if len(labels) > 1 or replace(command.setting.own, labels=None) != OwnData():
+        raise ValueError("--features takes one file, array or column as --labels; declare the classes with --classes")
+    chosen = {name: given[name] for name in _OF_PROBES if given[name] != usual[name]}
+    return ProbeCommand(
+        features=command.features,
+        labels=labels[0],
+        classes=command.classes,
+        out=command.out,
+        ledger=command.ledger,
+        json=command.json,
+        **chosen,
+    )
+
+
 @contextmanager
 def _extraction_progress(console: Console) -> Iterator[Callable[[int, int], None]]:
     """Show a bar of the records whose features are computed; the work continues after an interruption."""
-    columns = (TextColumn("features"), BarColumn(bar_width=12), MofNCompleteColumn(), TextColumn("images"))
+    columns = (TextColumn("features"), BarColumn(bar_width=12), MofNCompleteColumn(), TextColumn("records"))
     with Progress(*columns, TimeRemainingColumn(compact=True), console=console, transient=True) as progress:
         task = progress.add_task("features", total=None)
         yield lambda done, of: progress.update(task, completed=done, total=of)

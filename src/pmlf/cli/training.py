@@ -90,6 +90,13 @@ class Train(TrainingCommand):
     `pmlf report`. It uses gradients without noise, so it is sensitive and epsilon does not cover it. For public data;
     needs --seed."""
 
+    features: Annotated[Path | None, shown_default("none", "FILE")] = None
+    """Train a private linear model on precomputed features instead of a dataset, as `pmlf probe` does: a .npy, .npz or
+    .parquet file. --labels is then the .npy file, the array or the column of the labels; --classes declares them."""
+
+    classes: Annotated[tuple[str, ...], shown_default("none", "CLASS [CLASS ...]")] = ()
+    """With --features: all possible classes, or their number if the labels are 0, 1, 2, ..."""
+
     log: Annotated[tuple[str, ...], shown_default("none", "NAME [NAME ...]")] = ()
     """Also log the released numbers with csv (log.csv in the run's folder), tensorboard (a folder in it), wandb or
     mlflow (at MLFLOW_TRACKING_URI). The last three are extras: `pip install 'dp-pmlf[tensorboard]'`."""
@@ -102,6 +109,8 @@ class Train(TrainingCommand):
                 "--check-on-data shows numbers computed from private records: run it on a terminal, not with a file or "
                 "a pipe as stderr"
             )
+        if self.features is not None or self.classes:
+            return linear_training.on_features(self).execute()
         with launched("pmlf train") as processes:
             return self._train(processes)
 
@@ -115,7 +124,7 @@ class Train(TrainingCommand):
             if self.diagnostics:
                 say(f"warning: --diagnostics records measurements of gradients, {SENSITIVE_NOTE}")
         spec, out = processes.by_first(lambda: self._resumed(self.resume) if self.resume else self._new())
-        if spec.model == linear_training.MODEL:
+        if spec.model == linear_training.MODEL or spec.pretrained.prior is not None:
             if processes.size > 1:
                 raise ValueError(f"--model {spec.model} trains on one process: start it without torchrun")
             return _ended(linear_training.train(self, spec, out))

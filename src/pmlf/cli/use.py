@@ -32,11 +32,11 @@ class Predict(Command):
     """
 
     run: _RunFolder
-    """Folder of a run of `pmlf train`, or one that `pmlf export --format hub` wrote."""
+    """Folder of a run of `pmlf train` or `pmlf probe`, or one that `pmlf export --format hub` wrote."""
 
     inputs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="INPUT")] = ()
     """Images: files or folders. Texts and tables: .csv, .tsv, .jsonl or .parquet files with the columns of the training
-    data; for texts also .txt files with one text per line."""
+    data; for texts also .txt files with one text per line. Features of `pmlf probe`: .npy, .npz or .parquet files."""
 
     text: Annotated[tuple[str, ...] | None, shown_default("none", "TEXT [TEXT ...]")] = None
     """Texts to predict, for a text model."""
@@ -79,16 +79,17 @@ class Evaluate(Command):
     """
 
     run: _RunFolder
-    """Folder of a run of `pmlf train`, or one that `pmlf export --format hub` wrote."""
+    """Folder of a run of `pmlf train` or `pmlf probe`, or one that `pmlf export --format hub` wrote."""
 
     dataset: Annotated[str | None, shown_default("the dataset of the run")] = None
-    """A dataset named or laid out as in `pmlf train`. A single table is evaluated as a whole."""
+    """A dataset named or laid out as in `pmlf train`. A single table is evaluated as a whole, and so is a file of
+    features."""
 
     split: Annotated[str | None, shown_default("test; validation for sst2, qnli and qqp")] = None
     """The split to evaluate on."""
 
     label_column: Annotated[str | None, shown_default("that of the run, else label")] = None
-    """Column of the labels in your own data."""
+    """Column of the labels in your own data; for features also a .npy file."""
 
     data_dir: Annotated[Path | None, shown_default("$PMLF_DATA, else the Hugging Face hub")] = None
     """Folder of datasets with the layout of the Hugging Face hub."""
@@ -98,11 +99,13 @@ class Evaluate(Command):
 
     def execute(self) -> int:
         from pmlf.data.catalogue import TEXT_DATASETS
+        from pmlf.data.feature_files import FeatureForm
         from pmlf.experiments.folder import RunFolder
         from pmlf.experiments.released import load
 
         released = load(self.run, average=self.average)
-        spec = RunFolder(self.run).spec() if (self.run / "spec.json").exists() else None
+        of_a_dataset = not isinstance(released.form.inputs, FeatureForm) and (self.run / "spec.json").exists()
+        spec = RunFolder(self.run).spec() if of_a_dataset else None
         dataset = self.dataset or (None if spec is None else spec.dataset)
         if dataset is None:
             raise ValueError(f"{str(self.run)!r} does not name its dataset: give `dataset`")

@@ -1,6 +1,7 @@
 """Datasets as tensors: the eight of the paper, a small one that comes with the package, and your own."""
 
 from pmlf.data.catalogue import DEFAULT, IMAGE_DATASETS, NAMES, TEXT_DATASETS, ImageSpec, TextSpec
+from pmlf.data.feature_files import FeatureForm
 from pmlf.data.images import SPLITS, ImageData, ImageDataset, ImageItems, collate, load
 from pmlf.data.pixels import ImageForm
 from pmlf.data.sources import DATA_DIR_VARIABLE
@@ -19,6 +20,7 @@ __all__ = [
     "CategoryColumn",
     "Classes",
     "Columns",
+    "FeatureForm",
     "ImageData",
     "ImageDataset",
     "ImageForm",

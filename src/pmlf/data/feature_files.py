@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-_KINDS = (".npy", ".npz", ".parquet")
+FEATURE_SUFFIXES = (".npy", ".npz", ".parquet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureForm:
+    """The features that a model takes: rows of `width` numbers."""
+
+    width: int
+
+    def checked(self, features: Any) -> NDArray[Any]:
+        """Features as a matrix of the right width.
+
+        Raises:
+            ValueError: It has another shape.
+        """
+        found = np.asanyarray(features)
+        if found.ndim != 2 or found.shape[1] != self.width:
+            raise ValueError(f"features of shape {found.shape} do not fit the model: give rows of {self.width} numbers")
+        return found
 
 
 def load_features(features: Path, labels: str | None) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -25,8 +44,7 @@ def load_features(features: Path, labels: str | None) -> tuple[NDArray[Any], NDA
     Raises:
         ValueError: A file or column is missing or of another kind. The message says what there is.
     """
-    if features.suffix not in _KINDS:
-        raise ValueError(f"{str(features)!r} is not a feature file: give one that ends in {', '.join(_KINDS)}")
+    _refuse_others(features)
     from_file = labels is not None and Path(labels).suffix == ".npy"
     if features.suffix == ".npy":
         if not from_file:
@@ -35,6 +53,29 @@ def load_features(features: Path, labels: str | None) -> tuple[NDArray[Any], NDA
     if features.suffix == ".npz":
         return _from_npz(features, labels, from_file)
     return _from_parquet(features, labels, from_file)
+
+
+def load_unlabelled(features: Path) -> NDArray[Any]:
+    """Features (n, d) of a file without labels, of the kinds that `load_features` reads.
+
+    Raises:
+        ValueError: The file is of another kind, or holds no features.
+    """
+    _refuse_others(features)
+    if features.suffix == ".npy":
+        return np.load(features, mmap_mode="r", allow_pickle=False)
+    if features.suffix == ".npz":
+        with np.load(features, allow_pickle=False) as arrays:
+            if "features" not in arrays.files:
+                raise ValueError(f"{str(features)!r} has no array 'features': it has {', '.join(arrays.files)}")
+            return np.asarray(arrays["features"])
+    table = _table(features)
+    return _matrix([table.column(name) for name in table.column_names if name != "label"])
+
+
+def _refuse_others(path: Path) -> None:
+    if path.suffix not in FEATURE_SUFFIXES:
+        raise ValueError(f"{str(path)!r} is not a feature file: give one that ends in {', '.join(FEATURE_SUFFIXES)}")
 
 
 def _labels(path: str | None) -> NDArray[Any]:
@@ -53,18 +94,23 @@ def _from_npz(path: Path, labels: str | None, from_file: bool) -> tuple[NDArray[
 
 
 def _from_parquet(path: Path, labels: str | None, from_file: bool) -> tuple[NDArray[Any], NDArray[Any]]:
+    table = _table(path)
+    name = labels or "label"
+    if not from_file and name not in table.column_names:
+        raise ValueError(f"{str(path)!r} has no column {name!r} for `labels`: it has {', '.join(table.column_names)}")
+    matrix = _matrix([table.column(each) for each in table.column_names if from_file or each != name])
+    return matrix, _labels(labels) if from_file else np.asarray(table.column(name).to_pylist())
+
+
+def _table(path: Path) -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
         raise ValueError("parquet files need pyarrow: pip install 'dp-pmlf[data]'") from error
-    table = pyarrow.parquet.read_table(path)
-    name = labels or "label"
-    if not from_file and name not in table.column_names:
-        raise ValueError(f"{str(path)!r} has no column {name!r} for `labels`: it has {', '.join(table.column_names)}")
-    columns = [table.column(each) for each in table.column_names if from_file or each != name]
+    return pyarrow.parquet.read_table(path)
+
+
+def _matrix(columns: list[Any]) -> NDArray[Any]:
     if len(columns) == 1 and columns[0].type.num_fields == 1:  # a list column
-        matrix = np.asarray(columns[0].to_pylist(), dtype=np.float32)
-    else:
-        matrix = np.stack([column.to_numpy().astype(np.float32) for column in columns], axis=1)
-    found = _labels(labels) if from_file else np.asarray(table.column(name).to_pylist())
-    return matrix, found
+        return np.asarray(columns[0].to_pylist(), dtype=np.float32)
+    return np.stack([column.to_numpy().astype(np.float32) for column in columns], axis=1)

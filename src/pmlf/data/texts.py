@@ -84,6 +84,11 @@ class TokenDataset(Dataset[TextItem]):
         self._types = torch.from_numpy(arrays["types"]) if "types" in arrays else None  # uint8, of all texts
         self.labels = torch.from_numpy(arrays["labels"])  # int64 (N,), or float32 (N, ...)
 
+    def arrays(self) -> list[NDArray[Any]]:
+        """Lengths and tokens of all texts, and token types if there are any: all but the labels."""
+        types = [] if self._types is None else [self._types.numpy()]
+        return [self.lengths, self._tokens.numpy(), *types]
+
     def __len__(self) -> int:
         return len(self.lengths)
 

@@ -23,8 +23,9 @@ from pmlf import data
 from pmlf.basics.files import write_atomically
 from pmlf.evidence import certificate as certificates
 from pmlf.evidence.certificate_page import guarantee, upper
-from pmlf.experiments.form import FORM_FILE, PRETRAINED_FOLDER, ModelForm
-from pmlf.experiments.released import AVERAGED_WEIGHTS, CERTIFICATE, WEIGHTS, ReleasedModel, load
+from pmlf.experiments.form import FORM_FILE, PRETRAINED_FOLDER, WEIGHTS, ModelForm
+from pmlf.experiments.linear_model import LINEAR_FILE
+from pmlf.experiments.released import AVERAGED_WEIGHTS, CERTIFICATE, ReleasedModel, load
 from pmlf.models.vision import PretrainedImages
 
 NAMES = {"onnx": "model.onnx", "torch-export": "model.pt2", "hub": "hub"}
@@ -125,6 +126,8 @@ def _write_hub(released: ReleasedModel, folder: Path, out: Path, weights: str) -
     for name in (CERTIFICATE, "certificate.html", FORM_FILE):
         shutil.copyfile(folder / name, out / name)
     shutil.copyfile(folder / weights, out / WEIGHTS)
+    if released.form.linear:
+        shutil.copyfile(folder / LINEAR_FILE, out / LINEAR_FILE)
     if released.form.pretrained:
         shutil.copytree(folder / PRETRAINED_FOLDER, out / PRETRAINED_FOLDER)
     write_atomically(out / "README.md", card(released, words).encode(), released=True)
@@ -176,6 +179,10 @@ def _served(released: ReleasedModel) -> Served:
 def _example(released: ReleasedModel) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
     """Names and an example of the inputs of a graph. It holds no record."""
     form = released.form.inputs
+    if released.form.linear or isinstance(form, data.FeatureForm):
+        raise ValueError(
+            f"{released.form.model!r} is a linear model on features, which has no graph: give format='hub'"
+        )
     if isinstance(form, data.Schema):
         return ("features",), (torch.zeros(_ROWS, len(form.features)),)
     if isinstance(form, data.ImageForm):

@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from pmlf import data, models
 from pmlf.basics.files import write_atomically
 from pmlf.data.targets import target_from_json, target_to_json
+from pmlf.experiments.linear_model import rebuilt_linear
 from pmlf.models.pretrained import SEQUENCES, Tuning, rebuilt
 from pmlf.models.vision import rebuilt_image_classifier
 
 FORM_FILE = "model.json"
+WEIGHTS = "model.safetensors"
 PRETRAINED_FOLDER = "pretrained"
 _FORMAT = 1
 
-Inputs = data.ImageForm | data.TextForm | data.Schema
+Inputs = data.ImageForm | data.TextForm | data.Schema | data.FeatureForm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class ModelForm:
         tuning: Which weights of a pretrained model are trained.
         pretrained: Whether it is a model of `transformers`.
         metrics: The scores that the dataset is judged by.
+        linear: Whether it is a linear model on features of each record, described in linear.json.
     """
 
     model: str
@@ -45,9 +48,13 @@ class ModelForm:
     tuning: Tuning = field(default_factory=Tuning)
     pretrained: bool = False
     metrics: tuple[str, ...] = ("accuracy",)
+    linear: bool = False
 
     def outputs(self, model: nn.Module, batch: Any) -> Tensor:
         """The outputs (N, width) of a model for a batch."""
+        if self.linear:
+            found: Tensor = model(batch)
+            return found
         if not isinstance(self.inputs, data.TextForm):
             plain: Tensor = model(batch[0])
             return plain
@@ -62,6 +69,9 @@ class ModelForm:
     def build(self, folder: Path) -> nn.Module:
         """The model, with weights that are still to be loaded. `folder` holds the configuration of a pretrained one."""
         inputs, outputs = self.inputs, self.target.width
+        if self.linear:
+            return rebuilt_linear(folder, folder / WEIGHTS, folder / PRETRAINED_FOLDER, inputs, self.target)
+        assert not isinstance(inputs, data.FeatureForm)
         if isinstance(inputs, data.TextForm):
             return rebuilt(folder / PRETRAINED_FOLDER, SEQUENCES, self.tuning)
         if isinstance(inputs, data.Schema):
@@ -107,6 +117,7 @@ class ModelForm:
             "pretrained": self.pretrained,
             "tuning": asdict(self.tuning),
             "metrics": list(self.metrics),
+            "linear": self.linear,
         }
 
     @staticmethod
@@ -123,7 +134,13 @@ class ModelForm:
             tuning=Tuning(**document["tuning"]),
             pretrained=document["pretrained"],
             metrics=tuple(document["metrics"]),
+            linear=document.get("linear", False),
         )
 
 
-_KINDS: dict[str, Any] = {"image": data.ImageForm, "text": data.TextForm, "table": data.Schema}
+_KINDS: dict[str, Any] = {
+    "image": data.ImageForm,
+    "text": data.TextForm,
+    "table": data.Schema,
+    "features": data.FeatureForm,
+}

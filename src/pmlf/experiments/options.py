@@ -59,5 +59,9 @@ class PretrainedOptions:
     head_only: bool = False
     """Train the new head alone and freeze the pretrained weights."""
 
+    prior: Annotated[Literal["sentence-embedding", "image-embedding"] | None, shown_default("none")] = None
+    """Freeze --model, compute its embedding of every record once, and train a private linear model on the embeddings:
+    sentence-embedding (the mean over a text's tokens) or image-embedding. Often the best for a small epsilon."""
+
     max_length: Annotated[int | None, shown_default("none, refuse texts that are too long for the model")] = None
     """Truncate texts to this number of tokens."""

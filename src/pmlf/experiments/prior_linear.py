@@ -1,55 +1,43 @@
-"""Runs of `prior-linear`: a private linear model on features from synthetic images.
+"""Runs of private linear models on features: `prior-linear`, and embeddings of a frozen encoder.
 
-A record's features depend on that record and on public randomness alone, so the first private query is their mean.
+A record's features depend on that record and on public values alone, so the first private query is their mean.
 Mean, second moments and all steps are one plan in one ledger. The folder is that of any run.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
-from numpy.typing import NDArray
 
-from pmlf import data, priors
 from pmlf.basics.files import write_atomically, write_json
 from pmlf.evidence import certificate, certificate_page
 from pmlf.evidence.budget import BudgetGuard
 from pmlf.evidence.ledger import Ledger
 from pmlf.experiments.folder import RunFolder, resumed_spec
+from pmlf.experiments.form import PRETRAINED_FOLDER, WEIGHTS
+from pmlf.experiments.linear_features import FILTER, MODEL, FeatureSplits, feature_splits, features_digest
+from pmlf.experiments.linear_model import LinearForm, write_linear
+from pmlf.experiments.options import PretrainedOptions
 from pmlf.experiments.results import Evaluation, RunObserver, RunResult, SilentObserver
 from pmlf.experiments.spec import MethodOptions, RunSpec, default_delta
-from pmlf.experiments.tasks import HOLDOUT, holdout_indices
-from pmlf.filters import LowPass
 from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
-from pmlf.priors import ImagePrior, PriorSpec
-from pmlf.probe import FeatureBlock
 from pmlf.probe.rows import FeatureRows
 from pmlf.probe.settings import ProbeSettings
 from pmlf.probe.training import ProbeTraining
 from pmlf.run.evaluation import Score, score
 
-MODEL = "prior-linear"
-FILTER = LowPass(a=(-0.8,), b=(0.2,), corrected=False)
-_TAKEN = ("dataset", "records", "model", "epsilon", "delta", "steps", "holdout", "seed", "method", "options")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeatureSplits:
-    """Features and labels to train on, and those to evaluate on."""
-
-    prior: ImagePrior
-    classes: int
-    features: NDArray[Any]
-    labels: NDArray[np.int64]
-    judged_on: Mapping[str, tuple[NDArray[Any], NDArray[np.int64]]]
+_TAKEN = (
+    *("dataset", "records", "model", "epsilon", "delta", "steps", "holdout", "seed", "method", "options"),
+    *("own", "pretrained"),
+)
 
 
 def run(
@@ -96,51 +84,27 @@ def run(
     return _Training(spec, splits, folder, saved).run(observer or SilentObserver())
 
 
-def recipe(prior: ImagePrior) -> dict[str, Any]:
-    """The settings of a private linear model on the features of a prior, for `PrivateProbe(**recipe(prior))`.
-
-    They were chosen on held-out training records of CIFAR-10 (colour) and MNIST (grey).
-
-    Args:
-        prior: Where the features come from.
-    """
-    blocks = tuple(
-        FeatureBlock(
-            start=block.columns.start,
-            stop=block.columns.stop,
-            weight=block.weight,
-            eigenvalues=tuple(block.eigenvalues.tolist()),
-        )
-        for block in prior.blocks
-    )
-    return {
-        "blocks": blocks,
-        "steps": 30,
-        "clip_norm": 0.2 if prior.spec.channels == 3 else 1.0,
-        "low_pass": FILTER,
-        "mean_share": 0.07,
-        "moments_share": 0.04,
-        "moment_clip": 6.0,
-        "whitening": 0.9,
-    }
-
-
 def _refuse_others(spec: RunSpec) -> None:
     """Raise ValueError for a setting that only networks have."""
-    usual = vars(RunSpec())
+    usual, name_of_it = vars(RunSpec()), spec.pretrained.prior or MODEL
     for name, value in vars(spec).items():
         if name not in _TAKEN and value != usual[name]:
-            raise ValueError(f"`{name}` is not a setting of {MODEL}: leave it out")
+            raise ValueError(f"`{name}` is not a setting of {name_of_it}: leave it out")
     if spec.method != usual["method"] or spec.options != usual["options"]:
-        raise ValueError(f"`method` and its options are fixed for {MODEL}: leave them out")
+        raise ValueError(f"`method` and its options are fixed for {name_of_it}: leave them out")
+    for name, value in vars(spec.pretrained).items():
+        taken = ("prior", "max_length") if spec.pretrained.prior is not None else ("prior",)
+        if name not in taken and value != getattr(PretrainedOptions(), name):
+            raise ValueError(f"`{name}` is not a setting of {name_of_it}: leave it out")
 
 
 def _resolved(spec: RunSpec, splits: FeatureSplits) -> RunSpec:
     """The spec with all that the run uses filled in: LP-DPSGD with full batches."""
-    records, settings = len(splits.labels), recipe(splits.prior)
+    records, epsilon = len(splits.labels), 1.0 if spec.epsilon is None else spec.epsilon
+    settings = splits.recipe(epsilon)
     return replace(
         spec,
-        epsilon=1.0 if spec.epsilon is None else spec.epsilon,
+        epsilon=epsilon,
         delta=default_delta(records) if spec.delta is None else spec.delta,
         steps=spec.steps or settings["steps"],
         batch_size=records,
@@ -150,36 +114,6 @@ def _resolved(spec: RunSpec, splits: FeatureSplits) -> RunSpec:
     )
 
 
-def feature_splits(
-    spec: RunSpec, data_dir: Path | str | None = None, extracting: Callable[[int, int], None] | None = None
-) -> FeatureSplits:
-    """The features of the records that a run trains on and is evaluated on, from the cache or computed into it.
-
-    Args:
-        spec: The run.
-        data_dir: As in `run`, and so is `extracting`.
-    """
-    images = data.load(spec.dataset, data_dir)
-    prior = ImagePrior.load(
-        PriorSpec(
-            image_size=images.image_size, channels=images.in_channels, mirrors=images.mirrors, seed=spec.seed or 0
-        )
-    )
-
-    def split(of: data.ImageDataset) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        first = slice(0, spec.records)
-        return priors.extract(prior, of.images.numpy()[first], progress=extracting), of.labels.numpy()[first]
-
-    features, labels = split(images.train)
-    if spec.holdout is None:
-        judged_on = {"test": split(images.test)}
-    else:
-        kept, held = holdout_indices(len(labels), spec.holdout)
-        judged_on = {HOLDOUT: (features[held], labels[held])}
-        features, labels = features[kept], labels[kept]
-    return FeatureSplits(prior=prior, classes=images.classes, features=features, labels=labels, judged_on=judged_on)
-
-
 class _Training:
     """The events of the plan, each followed by a checkpoint."""
 
@@ -187,8 +121,16 @@ class _Training:
         self, spec: RunSpec, splits: FeatureSplits, folder: RunFolder, saved: Mapping[str, Any] | None
     ) -> None:
         self._spec, self._splits, self._folder, self._saved = spec, splits, folder, saved
-        progress: Mapping[str, Any] = saved["progress"] if saved else {"run": secrets.token_hex(8), "seconds": 0.0}
+        new = {"run": secrets.token_hex(8), "seconds": 0.0, "features_key": os.urandom(32).hex()}
+        progress: Mapping[str, Any] = saved["progress"] if saved else new
         self._run, self._begin = progress["run"], time.monotonic() - progress["seconds"]
+        self._key = bytes.fromhex(progress["features_key"])
+        self._digest = features_digest(splits.features, splits.labels, self._key)
+        if progress.get("features_digest", self._digest) != self._digest:
+            raise ValueError(
+                "the training records, their order or their features have changed since the run started: resume with "
+                "the same dataset and encoder, or start a new run"
+            )
 
     def run(self, observer: RunObserver) -> RunResult:
         interrupted_by = None
@@ -208,9 +150,9 @@ class _Training:
         spec, splits = self._spec, self._splits
         assert spec.epsilon is not None and spec.delta is not None and spec.steps is not None
         settings = ProbeSettings(
-            **{**recipe(splits.prior), "steps": spec.steps},
+            **{**splits.recipe(spec.epsilon), "steps": spec.steps},
             head="softmax",
-            outputs=splits.classes,
+            outputs=splits.form.target.width,
             records=len(splits.labels),
             epsilon=spec.epsilon,
             delta=spec.delta,
@@ -229,7 +171,12 @@ class _Training:
         return training
 
     def _save(self, training: ProbeTraining) -> None:
-        progress = {"run": self._run, "seconds": time.monotonic() - self._begin}
+        progress = {
+            "run": self._run,
+            "seconds": time.monotonic() - self._begin,
+            "features_key": self._key.hex(),
+            "features_digest": self._digest,
+        }
         self._folder.save(self._spec, progress, training.state_dict())
 
     def _finish(self, training: ProbeTraining, observer: RunObserver, interrupted_by: str | None) -> RunResult:
@@ -260,7 +207,7 @@ class _Training:
         return result
 
     def _evaluation(self, training: ProbeTraining) -> Evaluation:
-        model, classes = training.model(), self._splits.classes
+        model, classes = training.model(), self._splits.form.target.width
         scores: dict[str, Score] = {}
         for split, (features, labels) in self._splits.judged_on.items():
             found = model.scores(FeatureRows(features)).argmax(dim=1)
@@ -271,9 +218,9 @@ class _Training:
         )
 
     def _write_model(self, training: ProbeTraining) -> None:
-        """The weights and the shapes of the blocks: all of them are released."""
-        model = training.model()
-        tensors = {"weights": model.weights.contiguous()}
-        for index, shape in enumerate(model.shapes):
-            tensors |= {f"{index}.mean": shape.mean.contiguous(), f"{index}.scale": shape.scale.contiguous()}
-        write_atomically(self._folder.path / "model.safetensors", safetensors.torch.save(tensors), released=True)
+        """What it takes to use the model elsewhere: all of it is released or public."""
+        splits, path, model = self._splits, self._folder.path, training.model()
+        if splits.save_pretrained is not None:
+            splits.save_pretrained(path / PRETRAINED_FOLDER, splits.names)
+        write_linear(path, WEIGHTS, LinearForm.of(model, splits.kind, splits.prior), model, splits.encoder)
+        splits.form.write(path)

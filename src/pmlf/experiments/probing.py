@@ -3,27 +3,32 @@
 spec.json               the settings and the names of the files (mode 0600, as all files but the released ones)
 ledger.jsonl            the privacy events, unless the run shares a ledger
 checkpoint.safetensors  released values to resume from, after every event; removed when the run is complete
-model.safetensors, certificate.json, certificate.html, result.json
+model.safetensors, linear.json, model.json, certificate.json, certificate.html, result.json
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 from numpy.typing import NDArray
+from torch import nn
 
-from pmlf import checkpoint
+from pmlf import checkpoint, data
 from pmlf.basics.files import new_folder, remove_flat, write_atomically, write_json
 from pmlf.data.feature_files import load_features
+from pmlf.data.targets import as_text
 from pmlf.evidence import certificate_page
 from pmlf.evidence.ledger import Ledger
 from pmlf.experiments.execution import deferred_signals
+from pmlf.experiments.form import WEIGHTS, ModelForm
+from pmlf.experiments.linear_features import features_digest
+from pmlf.experiments.linear_model import FEATURES, LinearForm, write_linear
 from pmlf.probe import PrivateProbe
 from pmlf.probe.training import ProbeTraining
 
@@ -100,7 +105,7 @@ def run_probe(
         The result.
 
     Raises:
-        ValueError: A setting, a file or the folder is refused.
+        ValueError: A setting, a file or the folder is refused; or a file has changed since the run started.
     """
     features, labels = load_features(Path(spec.features), spec.labels)
     train, held_out = _split(len(labels), spec.holdout)
@@ -113,10 +118,11 @@ def run_probe(
         write_json(out / "spec.json", {**asdict(spec), "ledger": None if ledger is None else str(ledger.absolute())})
     try:
         with Ledger(_ledger_of(out), dataset=Path(spec.features).name, run=out.name) as book:
-            state = checkpoint.load(out / "checkpoint.safetensors") if resume else None
+            saved = checkpoint.load(out / "checkpoint.safetensors") if resume else None
+            identity = _identity(features, labels, saved)
             X, y = (features, labels) if held_out is None else (features[train], labels[train])
-            training = probe.begin(X, y, ledger=book, resumed=state)
-            interrupted = _train(training, out, progress)
+            training = probe.begin(X, y, ledger=book, resumed=None if saved is None else saved["training"])
+            interrupted = _train(training, out, identity, progress)
             return _finish(probe, training, out, (features, labels, held_out), interrupted)
     except ValueError:
         if not resume and not (out / "checkpoint.safetensors").exists():  # refused before the first event
@@ -154,12 +160,33 @@ def _split(records: int, holdout: float | None) -> tuple[NDArray[np.int64], NDAr
     return np.sort(order[size:]), np.sort(order[:size])
 
 
-def _train(training: ProbeTraining, out: Path, progress: Callable[[ProbeTraining], None] | None) -> str | None:
+def _identity(features: NDArray[Any], labels: NDArray[Any], saved: Mapping[str, Any] | None) -> dict[str, str]:
+    """A keyed digest of the records, which a resumed run must find unchanged. It stays in the checkpoint."""
+    key = os.urandom(32).hex() if saved is None else saved["identity"]["key"]
+    found = {"key": key, "digest": features_digest(features, labels, bytes.fromhex(key))}
+    if saved is not None and saved["identity"] != found:
+        raise ValueError(
+            "the features or the labels have changed since the run started: resume with the same files, or start a new "
+            "run"
+        )
+    return found
+
+
+def _train(
+    training: ProbeTraining,
+    out: Path,
+    identity: Mapping[str, str],
+    progress: Callable[[ProbeTraining], None] | None,
+) -> str | None:
     """Advance to the end or to a signal; the name of the signal."""
+
+    def save() -> None:
+        checkpoint.save(out / "checkpoint.safetensors", {"identity": identity, "training": training.state_dict()})
+
     with deferred_signals() as interruption:
-        checkpoint.save(out / "checkpoint.safetensors", training.state_dict())
+        save()
         while not interruption.by and training.advance():
-            checkpoint.save(out / "checkpoint.safetensors", training.state_dict())
+            save()
             if progress is not None:
                 progress(training)
     return interruption.by if training.done < training.total else None
@@ -169,16 +196,17 @@ def _finish(
     probe: PrivateProbe,
     training: ProbeTraining,
     out: Path,
-    data: tuple[NDArray[Any], NDArray[Any], NDArray[np.int64] | None],
+    records: tuple[NDArray[Any], NDArray[Any], NDArray[np.int64] | None],
     interrupted: str | None,
 ) -> ProbeResult:
-    features, labels, held_out = data
+    features, labels, held_out = records
     probe.finish(training)
     document = probe.certificate_
-    model = {"weights": probe.model_.weights}
-    for place, shape in enumerate(probe.model_.shapes):
-        model |= {f"mean.{place}": shape.mean.contiguous(), f"scale.{place}": shape.scale.contiguous()}
-    write_atomically(out / "model.safetensors", safetensors.torch.save(model), released=True)
+    write_linear(out, WEIGHTS, LinearForm.of(probe.model_, FEATURES), probe.model_, nn.Identity())
+    target = _target(probe)
+    if target is not None:
+        width = data.FeatureForm(width=probe.n_features_in_)
+        ModelForm(model="probe", inputs=width, target=target, linear=True).write(out)
     write_json(out / "certificate.json", document, released=True)
     write_atomically(out / "certificate.html", certificate_page.page(document).encode(), released=True)
     result = ProbeResult(
@@ -195,3 +223,16 @@ def _finish(
     if interrupted is None:
         (out / "checkpoint.safetensors").unlink()
     return result
+
+
+def _target(probe: PrivateProbe) -> data.Target | None:
+    """What the outputs mean; None for several numbers at once, which `pmlf predict` does not know."""
+    outputs = probe.model_.weights.shape[1]
+    if probe.head == "least-squares":
+        assert probe.target_range is not None
+        low, high = probe.target_range
+        return data.ValueRange(low=low, high=high) if outputs == 1 else None
+    names = tuple(as_text(each) for each in probe.classes_.tolist())
+    if probe.head == "sigmoid" and outputs > 1:
+        return data.LabelSet(names=names)
+    return data.Classes(names=names)

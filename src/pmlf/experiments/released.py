@@ -13,20 +13,22 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from pmlf import data
 from pmlf.basics.batches import to_device
+from pmlf.data.feature_files import load_features, load_unlabelled
 from pmlf.data.images import load_split
 from pmlf.data.pixels import IMAGE_SUFFIXES
 from pmlf.data.sources import READERS, own_source
 from pmlf.data.tables import columns_of
 from pmlf.data.texts import Padding, column_of_texts
-from pmlf.experiments.form import PRETRAINED_FOLDER, ModelForm
+from pmlf.experiments.form import PRETRAINED_FOLDER, WEIGHTS, ModelForm
 from pmlf.experiments.scoring import BATCH_SIZE, AnyScore, scored
 from pmlf.experiments.tasks import by_length
 from pmlf.models.text import load_tokenizer
 
-WEIGHTS, AVERAGED_WEIGHTS = "model.safetensors", "model-ema.safetensors"
+AVERAGED_WEIGHTS = "model-ema.safetensors"
 CERTIFICATE = "certificate.json"
 _INPUT = "input"
 
@@ -57,9 +59,11 @@ class ReleasedModel:
 
         Args:
             inputs: A model of images: paths, or images of Pillow. Of texts: texts, or pairs of texts. Of tables: a
-                DataFrame, or a mapping from columns to values.
+                DataFrame, or a mapping from columns to values. Of features: a matrix with a row per record.
         """
         form = self.form.inputs
+        if isinstance(form, data.FeatureForm):
+            return (torch.from_numpy(np.array(form.checked(inputs))),)
         if isinstance(form, data.Schema):
             return (torch.from_numpy(form.encode(columns_of(inputs, form.names))),)
         if isinstance(form, data.TextForm):
@@ -79,7 +83,7 @@ class ReleasedModel:
 
         Args:
             paths: A model of images: image files, or folders of them. Of texts or tables: .csv, .tsv, .jsonl or
-                .parquet files; for texts also .txt files with one text a line.
+                .parquet files; for texts also .txt files with one text a line. Of features: .npy, .npz or .parquet.
 
         Raises:
             ValueError: If a path is missing, is of another kind, or has not the columns of the model.
@@ -87,9 +91,13 @@ class ReleasedModel:
         for path in paths:
             if not path.exists():
                 raise ValueError(f"{str(path)!r} does not exist: give the path of a file to predict")
-            yield from (
-                self._image_rows(path) if isinstance(self.form.inputs, data.ImageForm) else self._table_rows(path)
-            )
+            form = self.form.inputs
+            if isinstance(form, data.FeatureForm):
+                yield from self._numbered(path, _parts(form.checked(load_unlabelled(path))))
+            elif isinstance(form, data.ImageForm):
+                yield from self._image_rows(path)
+            else:
+                yield from self._numbered(path, self._read(path, form))
 
     def evaluate(
         self, dataset: str, *, split: str = "test", data_dir: Path | None = None, label_column: str = "label"
@@ -97,15 +105,17 @@ class ReleasedModel:
         """Score the model on the records of a split, as at the end of training.
 
         Args:
-            dataset: A dataset's name or path, as in training. A single table is the split itself.
+            dataset: A dataset's name or path, as in training. A single table, or a file of features, is the split.
             split: The split.
             data_dir: Folder of datasets. None: the folder in PMLF_DATA, else the Hugging Face hub.
-            label_column: The column of the labels in your own data.
+            label_column: The column of the labels in your own data; a .npy file of labels, for features.
 
         Raises:
             ValueError: If the dataset cannot be read or does not fit the model.
         """
         form, target = self.form.inputs, self.form.target
+        if isinstance(form, data.FeatureForm):
+            return scored(self.form, self.model, _labelled(form, target, dataset, label_column), None)
         if isinstance(form, data.Schema):
             table = data.load_table(dataset, split, schema=form, target=target, label_column=label_column)
             return scored(self.form, self.model, table, None)
@@ -148,10 +158,10 @@ class ReleasedModel:
             for file, row in zip(part, self.predict(part), strict=True):
                 yield {_INPUT: str(file), **row}
 
-    def _table_rows(self, path: Path) -> Iterator[dict[str, Any]]:
-        form, number = self.form.inputs, 0
-        assert not isinstance(form, data.ImageForm)
-        for inputs in self._read(path, form):
+    def _numbered(self, path: Path, parts: Iterator[Any]) -> Iterator[dict[str, Any]]:
+        """The predictions for the records of a file, each with the file and the number of its row."""
+        number = 0
+        for inputs in parts:
             for row in self.predict(inputs):
                 number += 1
                 yield {_INPUT: f"{path.name}:{number}", **row}
@@ -212,6 +222,13 @@ def load(folder: Path | str, *, average: bool = False, device: str = "cpu") -> R
     )
 
 
+def _labelled(form: data.FeatureForm, target: data.Target, file: str, labels: str) -> TensorDataset:
+    """Features and encoded labels of a file."""
+    features, found = load_features(Path(file), None if labels == "label" else labels)
+    encoded = found.astype(np.float32) if found.ndim == 2 else target.encode(found.tolist(), Path(file).name)
+    return TensorDataset(torch.from_numpy(np.array(form.checked(features))), torch.from_numpy(encoded))
+
+
 def _pixels(form: data.ImageForm, image: Any) -> Any:
     if isinstance(image, (str, Path)):
         return form.pixels(Path(image).read_bytes(), Path(image).name)
@@ -222,6 +239,6 @@ def _is_image(path: Path) -> bool:
     return path.suffix.lower() in IMAGE_SUFFIXES
 
 
-def _parts(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+def _parts(items: Any) -> Iterator[Any]:
     for start in range(0, len(items), BATCH_SIZE):
         yield items[start : start + BATCH_SIZE]

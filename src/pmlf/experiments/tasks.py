@@ -26,7 +26,7 @@ from pmlf.experiments.spec import RunSpec
 from pmlf.mechanism.noise import Stream
 from pmlf.models.pretrained import Tuning
 from pmlf.models.text import load_classifier
-from pmlf.models.vision import ImageModel, load_image_classifier
+from pmlf.models.vision import ImageInput, load_image_classifier
 
 SHIFTED_PART = 8  # augmentation shifts images by up to 1/8 of their side
 HOLDOUT = "holdout"
@@ -114,7 +114,7 @@ def _refuse_others(kind: _Kind, spec: RunSpec) -> None:
             raise ValueError(f"`{name}` is only for {' and '.join(others)}: leave it out")
 
 
-def _target(own: OwnData) -> data.Target | None:
+def declared_target(own: OwnData) -> data.Target | None:
     """What your own labels are, as declared; None if nothing is."""
     task = own.task or "classification"
     if task == "regression":
@@ -138,7 +138,7 @@ def _tuning(spec: RunSpec) -> Tuning:
 
 
 def _image_task(spec: RunSpec, data_dir: Path | None) -> Task:
-    given, size = _target(spec.own), spec.own.image_size
+    given, size = declared_target(spec.own), spec.own.image_size
     form, target, _ = described(spec.dataset, None, given)
     if size is not None:
         form = replace(form, size=size)
@@ -152,7 +152,7 @@ def _image_task(spec: RunSpec, data_dir: Path | None) -> Task:
         )
     else:
         pretrained = load_image_classifier(spec.model_name, classes=target.width, seed=spec.seed, tuning=_tuning(spec))
-        model, form = pretrained.model, _pretrained_form(pretrained, size, spec.model_name)
+        model, form = pretrained.model, pretrained_form(pretrained.images, size, spec.model_name)
     loaded = _load_images(spec.dataset, data_dir, form, target, spec.own.label_column)
     train, judged_on = _split(spec, loaded.train, {"test": loaded.test})
     return Task(
@@ -172,7 +172,8 @@ def _image_task(spec: RunSpec, data_dir: Path | None) -> Task:
     )
 
 
-def _pretrained_form(model: ImageModel, size: int | None, name: str) -> data.ImageForm:
+def pretrained_form(model: ImageInput, size: int | None, name: str) -> data.ImageForm:
+    """The form of the images that a pretrained model takes, at another size if it takes any."""
     if size is not None and model.fixed_size and size != model.size:
         raise ValueError(f"image_size={size} does not fit {name!r}, which takes {model.size}: leave `image_size` out")
     return data.ImageForm(channels=model.channels, size=size or model.size, mean=model.mean, std=model.std)
@@ -193,7 +194,7 @@ def _text_task(spec: RunSpec, data_dir: Path | None) -> Task:
         raise ValueError(
             f"model={spec.model_name!r} is not for texts: give the name of a model on the Hugging Face hub, or a folder"
         )
-    loaded = data.load_text(spec.dataset, data_dir, _text_columns(spec))
+    loaded = data.load_text(spec.dataset, data_dir, text_columns(spec))
     text_model = load_classifier(
         spec.model_name,
         classes=loaded.classes,
@@ -230,14 +231,14 @@ def _text_task(spec: RunSpec, data_dir: Path | None) -> Task:
     )
 
 
-def _text_columns(spec: RunSpec) -> data.Columns | None:
+def text_columns(spec: RunSpec) -> data.Columns | None:
     """The columns of your own table of texts; None for a dataset of the catalogue."""
     own = spec.own
     if own.text_column is None:
         given = {name: getattr(own, name) for name in ("text_pair_column", "label_column", "labels", "task")}
         _refuse_given("your own tables, with `text_column`", given)
         return None
-    target = _target(own)
+    target = declared_target(own)
     if target is None:
         raise ValueError("text_column needs `labels`: give all possible labels, in class order")
     return data.Columns(
@@ -249,7 +250,7 @@ def _text_columns(spec: RunSpec) -> data.Columns | None:
 
 
 def _table_task(spec: RunSpec, data_dir: Path | None) -> Task:
-    schema, target, label = _schema(spec.own), _target(spec.own), spec.own.label_column or "label"
+    schema, target, label = _schema(spec.own), declared_target(spec.own), spec.own.label_column or "label"
     if target is None:
         raise ValueError("a table needs `labels`, or task='regression' with target_range: give all possible labels")
     if label in schema.names:

@@ -84,21 +84,39 @@ def pretrained(folder: Path, auto_class: str, *, outputs: int) -> Any:
     return model.eval()
 
 
+def embedder(folder: Path) -> Any:
+    """A pretrained model without a head, in float32 and eval mode."""
+    transformers = transformers_for(str(folder))
+    with quiet():
+        model = transformers.AutoModel.from_pretrained(
+            folder, use_safetensors=True, local_files_only=True, trust_remote_code=False
+        )
+    return model.float().eval()
+
+
+def rebuilt_embedder(folder: Path) -> nn.Module:
+    """The same for a configuration that `save_configuration` wrote, with weights that are still to be loaded."""
+    return _of_configuration(folder, "AutoModel").float().eval()
+
+
 def rebuilt(folder: Path, auto_class: str, tuning: Tuning) -> nn.Module:
     """The model of a configuration that `save_configuration` wrote, with weights that are still to be loaded.
 
     Raises:
         ValueError: If the configuration needs code of its own or cannot be read.
     """
+    return tuning.applied(_of_configuration(folder, auto_class)).eval()
+
+
+def _of_configuration(folder: Path, auto_class: str) -> Any:
     transformers = transformers_for(str(folder))
     _refuse_code(str(folder), folder)
     try:
         with quiet(), torch.random.fork_rng(devices=[]):
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            model = getattr(transformers, auto_class).from_config(config, trust_remote_code=False)
+            return getattr(transformers, auto_class).from_config(config, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{str(folder)!r} has no configuration that transformers reads: restore the folder") from error
-    return tuning.applied(model).eval()
 
 
 def save_configuration(model: Any, folder: Path, names: tuple[str, ...] | None) -> None:

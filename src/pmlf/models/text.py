@@ -67,7 +67,7 @@ def load_classifier(
         tokenizer = load_tokenizer(folder)
         with seeded(seed):
             model = pretrained(folder, SEQUENCES, outputs=classes)
-            longest = _longest(model, tokenizer)
+            longest = longest_text(model, tokenizer)
             tuned = tuning.applied(model)
     except (OSError, ValueError) as error:
         raise unreadable(name, "a sequence classifier", _NEEDS, error) from error
@@ -86,7 +86,7 @@ def load_tokenizer(folder: Path) -> Any:
         )
 
 
-def _longest(model: nn.Module, tokenizer: Any) -> int:
+def longest_text(model: nn.Module, tokenizer: Any) -> int:
     """The largest number of tokens. RoBERTa's positions start after the index of its padding token."""
     tables = [
         module

@@ -34,15 +34,22 @@ class PretrainedImages(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageModel:
-    """An image classifier, and the images that it was pretrained on: channels, size, mean and std per channel."""
+class ImageInput:
+    """The images that a model was pretrained on: channels, size, mean and std per channel."""
 
-    model: PretrainedImages
     channels: int
     size: int
     fixed_size: bool  # whether the configuration names the size
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageModel:
+    """An image classifier, and the images that it was pretrained on."""
+
+    model: PretrainedImages
+    images: ImageInput
 
 
 def load_image_classifier(name: str, *, classes: int, seed: int | None, tuning: Tuning) -> ImageModel:
@@ -64,13 +71,16 @@ def load_image_classifier(name: str, *, classes: int, seed: int | None, tuning: 
             tuned = tuning.applied(model).eval()
     except (OSError, ValueError) as error:
         raise unreadable(name, "an image classifier", _NEEDS, error) from error
+    return ImageModel(model=PretrainedImages(tuned), images=image_input(folder, model))
+
+
+def image_input(folder: Path, model: Any) -> ImageInput:
+    """What a pretrained model takes, by its configuration and that of its preprocessor."""
     processor = _processor(folder)
     named = getattr(model.config, "image_size", None)
-    size = named if isinstance(named, int) else _size(processor)
-    return ImageModel(
-        model=PretrainedImages(tuned),
+    return ImageInput(
         channels=int(getattr(model.config, "num_channels", 3)),
-        size=size,
+        size=named if isinstance(named, int) else _size(processor),
         fixed_size=isinstance(named, int),
         mean=tuple(processor.get("image_mean") or _HALVES),
         std=tuple(processor.get("image_std") or _HALVES),

@@ -6,6 +6,7 @@ private query is the first one that sums over records.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
@@ -132,10 +133,10 @@ class ImagePrior:
         """Make the prior, or read it from the cache."""
 
         def write(arrays: Arrays) -> None:
-            for name, tensor in cls.make(spec)._state().items():
+            for name, tensor in cls.make(spec).tensors().items():
                 arrays.append(name, tensor.numpy()[None])
 
-        return cls._of_state(
+        return cls.from_tensors(
             spec, {name: torch.from_numpy(rows[0]) for name, rows in cached(spec.digest(), write).items()}
         )
 
@@ -182,7 +183,7 @@ class ImagePrior:
         parts = [whiten(table(image)) for table, whiten in zip(self._tables, self._whitenings, strict=True)]
         return torch.cat(parts)
 
-    def _state(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the prior, by block and name."""
         return {
             f"{index}.{part}.{field.name}": getattr(owner, field.name)
@@ -193,7 +194,8 @@ class ImagePrior:
         }
 
     @classmethod
-    def _of_state(cls, spec: PriorSpec, state: dict[str, Tensor]) -> Self:
+    def from_tensors(cls, spec: PriorSpec, state: Mapping[str, Tensor]) -> Self:
+        """The prior that `tensors` was called on. It keeps the tensors that are given."""
         tables: list[PatchTable | ColourTable] = []
         whitenings = []
         for index, block in enumerate(spec.all_blocks):

@@ -188,7 +188,7 @@ class PrivateProbe:
             probe.finish(training)
 
         Args:
-            X: As in `fit`, and so is `y`.
+            X: As in `fit`, and so is `y`; or `FeatureRows`, which several trainings can share.
             ledger: An open ledger; None counts in memory.
             resumed: What `training.state_dict()` returned, to continue from there.
 
@@ -199,7 +199,7 @@ class PrivateProbe:
             ValueError: As in `fit`; or the saved state is of other settings or of another ledger.
         """
         labels = conventions.labels(y, regression=self.head == "least-squares")
-        rows = FeatureRows(X)
+        rows = X if isinstance(X, FeatureRows) else FeatureRows(X)
         if len(labels) != rows.records:
             raise ValueError(f"X has {rows.records} records and y has {len(labels)}: give one label per record")
         self._declared = declared(self.head, self.classes, self.target_range, labels)

@@ -58,15 +58,16 @@ class ShapedRows:
         """The number of coordinates of a record: its features, and the constant if there is one."""
         return self.rows.width + (self.intercept > 0)
 
-    def products(self, weights: Tensor, chosen: NDArray[np.int64] | None = None) -> Products:
-        """Blocks of rows with their scores w_i . weights, and the sum of w_i (x) r_i for residuals given back."""
-        return Products(self, weights, chosen)
-
     def prepared(self, weights: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """For every block t * weights, and its product with the mean."""
         scaled = [shape.scale[:, None] * weights[shape.block.columns].double() for shape in self.shapes]
         means = [shape.mean.double() @ part for shape, part in zip(self.shapes, scaled, strict=True)]
         return [part.float() for part in scaled], [part.float() for part in means]
+
+    @property
+    def constant(self) -> float:
+        """The constant coordinate of every record; 0 if there is none."""
+        return math.sqrt(self.intercept)
 
     def factors(self, place: int, places: slice | NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """The factors of the rows and of the mean, for some records in one block."""
@@ -74,44 +75,64 @@ class ShapedRows:
 
 
 class Products:
-    """The two products of a step with the shaped rows, in one pass over the features.
+    """The two products of a step with shaped rows, in one pass over the features, for one model or several.
 
-    Iterating yields (places, scores); `add` takes the residuals of the block that was yielded last.
+    Iterating yields the places of a block of rows and every model's scores w_i . weights; `add` takes every model's
+    residuals for the block that was yielded last.
+
+    Args:
+        shaped: The shaped rows of every model: of the same features, in the same blocks of columns.
+        weights: The weights of every model.
+        chosen: The rows to read; None for all of them.
     """
 
-    def __init__(self, shaped: ShapedRows, weights: Tensor, chosen: NDArray[np.int64] | None) -> None:
-        self._shaped, self._chosen = shaped, chosen
-        self._scaled, self._means = shaped.prepared(weights)
-        self._constant = math.sqrt(shaped.intercept)
-        self._bias = weights[shaped.rows.width :].float().sum(dim=0) * self._constant
-        outputs = weights.shape[1]
-        self._sum = torch.zeros(shaped.rows.width, outputs, dtype=torch.float64)
-        self._near = torch.zeros(shaped.rows.width, outputs)  # the sum of the last few blocks, in float32
+    def __init__(
+        self, shaped: Sequence[ShapedRows], weights: Sequence[Tensor], chosen: NDArray[np.int64] | None = None
+    ) -> None:
+        self._shaped, self._chosen, self._rows = tuple(shaped), chosen, shaped[0].rows
+        self._columns = [shape.block.columns for shape in shaped[0].shapes]
+        ends = np.cumsum([each.shape[1] for each in weights]).tolist()
+        self._outputs = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        prepared = [each.prepared(of) for each, of in zip(shaped, weights, strict=True)]
+        self._scaled = [torch.cat(parts, dim=1) for parts in zip(*(scaled for scaled, _ in prepared), strict=True)]
+        self._means = [means for _, means in prepared]
+        self._biases = [of[self._rows.width :].float().sum(dim=0) for of in weights]
+        self._sum = torch.zeros(self._rows.width, ends[-1], dtype=torch.float64)
+        self._near = torch.zeros(self._rows.width, ends[-1])  # the sum of the last few blocks, in float32
         self._held = 0
-        self._mean_sums = torch.zeros(len(shaped.shapes), outputs, dtype=torch.float64)
-        self._bias_sum = torch.zeros(outputs, dtype=torch.float64)
+        self._mean_sums = torch.zeros(len(self._columns), ends[-1], dtype=torch.float64)
+        self._bias_sum = torch.zeros(ends[-1], dtype=torch.float64)
         self._places: slice | NDArray[np.int64] = slice(0, 0)
         self._part = torch.empty(0)
 
-    def __iter__(self) -> Iterator[tuple[slice | NDArray[np.int64], Tensor]]:
-        for places, part in self._shaped.rows.blocks(self._chosen):
+    def __iter__(self) -> Iterator[tuple[slice | NDArray[np.int64], list[Tensor]]]:
+        for places, part in self._rows.blocks(self._chosen):
             self._places, self._part = places, part
-            scores = self._bias.expand(len(self._part), -1).clone()
-            for place, shape in enumerate(self._shaped.shapes):
-                of_row, of_mean = self._shaped.factors(place, self._places)
-                scores += of_row * (self._part[:, shape.block.columns] @ self._scaled[place])
-                scores -= of_mean * self._means[place]
-            yield self._places, scores
+            scores = [
+                (bias * shaped.constant).expand(len(part), -1).clone()
+                for shaped, bias in zip(self._shaped, self._biases, strict=True)
+            ]
+            for place, columns in enumerate(self._columns):
+                products = part[:, columns] @ self._scaled[place]
+                for model, shaped in enumerate(self._shaped):
+                    of_row, of_mean = shaped.factors(place, places)
+                    scores[model] += of_row * products[:, self._outputs[model]]
+                    scores[model] -= of_mean * self._means[model][place]
+            yield places, scores
 
-    def add(self, residuals: Tensor) -> None:
-        """Add sum_i w_i (x) r_i over the block of rows that was yielded last."""
-        for place, shape in enumerate(self._shaped.shapes):
-            of_row, of_mean = self._shaped.factors(place, self._places)
-            columns = shape.block.columns
-            self._near[columns].addmm_(self._part[:, columns].T, of_row * residuals)
-            self._mean_sums[place] += (of_mean * residuals).sum(dim=0, dtype=torch.float64)
-        alive = ~self._shaped.rows.excluded[self._places]
-        self._bias_sum += (residuals * alive[:, None]).sum(dim=0, dtype=torch.float64) * self._constant
+    def add(self, residuals: Sequence[Tensor]) -> None:
+        """Add sum_i w_i (x) r_i of every model over the block of rows that was yielded last."""
+        for place, columns in enumerate(self._columns):
+            weighted = []
+            for model, shaped in enumerate(self._shaped):
+                of_row, of_mean = shaped.factors(place, self._places)
+                weighted.append(of_row * residuals[model])
+                of_block = (of_mean * residuals[model]).sum(dim=0, dtype=torch.float64)
+                self._mean_sums[place, self._outputs[model]] += of_block
+            self._near[columns].addmm_(self._part[:, columns].T, torch.cat(weighted, dim=1))
+        alive = ~self._rows.excluded[self._places]
+        for outputs, shaped, each in zip(self._outputs, self._shaped, residuals, strict=True):
+            self._bias_sum[outputs] += (each * alive[:, None]).sum(dim=0, dtype=torch.float64) * shaped.constant
         self._held += 1
         if self._held == _HELD:
             self._collect()
@@ -121,13 +142,15 @@ class Products:
         self._near.zero_()
         self._held = 0
 
-    def total(self) -> Tensor:
-        """sum_i w_i (x) r_i over everything that was added, in float64."""
+    def totals(self) -> list[Tensor]:
+        """sum_i w_i (x) r_i of every model over everything that was added, in float64."""
         self._collect()
-        for place, shape in enumerate(self._shaped.shapes):
-            part = self._sum[shape.block.columns]
-            part -= shape.mean.double()[:, None] * self._mean_sums[place]
-            part *= shape.scale.double()[:, None]
-        if self._shaped.intercept == 0:
-            return self._sum
-        return torch.cat([self._sum, self._bias_sum[None]])
+        found = []
+        for outputs, shaped in zip(self._outputs, self._shaped, strict=True):
+            total = self._sum[:, outputs].clone()
+            for place, shape in enumerate(shaped.shapes):
+                part = total[shape.block.columns]
+                part -= shape.mean.double()[:, None] * self._mean_sums[place, outputs]
+                part *= shape.scale.double()[:, None]
+            found.append(torch.cat([total, self._bias_sum[None, outputs]]) if shaped.intercept > 0 else total)
+        return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from pmlf.mechanism.filters import FilterMemory
 from pmlf.mechanism.noise import Randomness
 from pmlf.mechanism.points import Point, Points
 from pmlf.probe.heads import HEADS, clipped_
-from pmlf.probe.products import ShapedRows
+from pmlf.probe.products import Products, ShapedRows
 from pmlf.probe.release import SensitiveSum
 from pmlf.probe.rows import FeatureRows
 from pmlf.probe.settings import MEAN, MOMENTS, ProbeSettings
@@ -48,20 +48,42 @@ class ProbeModel:
         """The scores of records, (n, K)."""
         found = torch.empty(rows.records, self.weights.shape[1])
         shaped = ShapedRows(rows, self.shapes, intercept=self.intercept)
-        for places, scores in shaped.products(self.weights):
+        for places, (scores,) in Products([shaped], [self.weights]):
             found[places] = scores
         return found
 
 
-def gradient_sum(
-    shaped: ShapedRows, targets: Tensor, weights: Tensor, settings: ProbeSettings, chosen: NDArray[np.int64] | None
-) -> SensitiveSum:
-    """sum_i clip(w_i (x) (p_i - y_i), C) over the chosen records, all of them if None."""
-    head = HEADS[settings.head]
-    products = shaped.products(weights, chosen)
+@dataclass(frozen=True, kw_only=True)
+class GradientQuery:
+    """What the sum of a step is taken of: sum_i clip(w_i (x) (p_i - y_i), C).
+
+    Attributes:
+        shaped: The shaped records w.
+        targets: Class indices (n,), or numbers (n, K).
+        weights: The weights that p is predicted with.
+        settings: Head and clip norm.
+    """
+
+    shaped: ShapedRows
+    targets: Tensor
+    weights: Tensor
+    settings: ProbeSettings
+
+    def residuals(self, places: slice | NDArray[np.int64], scores: Tensor) -> Tensor:
+        """p - y of some records, scaled so that no record's gradient exceeds the clip norm."""
+        found = HEADS[self.settings.head].residuals(scores, self.targets[places])
+        return clipped_(found, self.shaped.norms[places], self.settings.clip_norm)
+
+
+def gradient_sums(queries: Sequence[GradientQuery], chosen: NDArray[np.int64] | None) -> list[SensitiveSum]:
+    """sum_i clip(w_i (x) (p_i - y_i), C) over the chosen records, all of them if None, of every query in one pass."""
+    products = Products([query.shaped for query in queries], [query.weights for query in queries], chosen)
     for places, scores in products:
-        products.add(clipped_(head.residuals(scores, targets[places]), shaped.norms[places], settings.clip_norm))
-    return SensitiveSum(values=products.total(), sensitivity=settings.clip_norm)
+        products.add([query.residuals(places, of) for query, of in zip(queries, scores, strict=True)])
+    return [
+        SensitiveSum(values=total, sensitivity=query.settings.clip_norm)
+        for query, total in zip(queries, products.totals(), strict=True)
+    ]
 
 
 class ProbeTraining:
@@ -124,22 +146,46 @@ class ProbeTraining:
         by_noise = _NOISE_IN_A_SCORE * settings.divisor / (z * settings.clip_norm * gain * paces)
         return min(by_noise, _FASTEST * self._rows.width / HEADS[settings.head].smoothness / gain)
 
+    @property
+    def _ready(self) -> bool:
+        """Whether there is a next event, and room for it in the budget."""
+        return self.done < self.total and self.budget.affords(self.done)
+
     def advance(self) -> bool:
         """Release the next event of the plan.
 
         Returns:
             False if there is none, or if the budget leaves no room for it.
         """
-        number = self.done
-        if number >= self.total or not self.budget.affords(number):
-            return False
-        stage = self.stage
-        if stage in self._released:
-            self._query(stage, number)
-        else:
-            self._step(number)
+        return advance_together([self])
+
+    def _release_query(self) -> None:
+        """Release the next event, which is a mean or second moments."""
+        self._query(self.stage, self.done)
         self.done += 1
-        return True
+
+    def _gradient_query(self) -> GradientQuery:
+        """What the next step sums up."""
+        if self._shaped is None:
+            self._shaped = ShapedRows(self._rows, self._shapes(), intercept=self.settings.intercept)
+        return GradientQuery(shaped=self._shaped, targets=self._targets, weights=self._weights, settings=self.settings)
+
+    def _release_step(self, query: SensitiveSum) -> None:
+        """Release the next event, which is a step: its sum with noise, filtered, moves the weights."""
+        step, settings = self.steps_done, self.settings
+        (direction,) = self._memory.apply([self._release(query, self.done)], scale=1 / settings.divisor)
+        self._weights = self._weights - self.learning_rate * settings.pace(step) * direction
+        if settings.steps - step <= self._averaged:
+            self._average += self._weights
+        self._drawn = None
+        self.done += 1
+
+    @property
+    def _pass_of(self) -> tuple[object, ...]:
+        """What the records of the next step are read by: trainings with equal keys can share a pass over them."""
+        if self.settings.batch_size is not None:
+            return (id(self),)  # it has a draw of its own
+        return (id(self._rows), *((block.start, block.stop) for block in self.settings.blocks))
 
     def _query(self, stage: str, number: int) -> None:
         found = self._released[stage]
@@ -151,28 +197,17 @@ class ProbeTraining:
             query = moment_sum(self._rows, block, self._mean(len(found)), clip)
         found.append(self._release(query, number) / self._rows.records)
 
-    def _step(self, number: int) -> None:
-        step, settings = self.steps_done, self.settings
-        if self._shaped is None:
-            self._shaped = ShapedRows(self._rows, self._shapes(), intercept=settings.intercept)
-        query = gradient_sum(self._shaped, self._targets, self._weights, settings, self._draw(step))
-        noisy = self._release(query, number)
-        (direction,) = self._memory.apply([noisy], scale=1 / settings.divisor)
-        self._weights = self._weights - self.learning_rate * settings.pace(step) * direction
-        if settings.steps - step <= self._averaged:
-            self._average += self._weights
-        self._drawn = None
-
     def _release(self, query: SensitiveSum, number: int) -> Tensor:
         """Record the event, then add its noise: the only place where either happens."""
         self.budget.spend(number)
         noise_multiplier = self.budget.plan.event_at(number).noise_multiplier
         return query.released(noise_multiplier, self._randomness, "probe", number)
 
-    def _draw(self, step: int) -> NDArray[np.int64] | None:
-        """The records of a step; a step that failed keeps its draw."""
+    def _draw(self) -> NDArray[np.int64] | None:
+        """The records of the next step, None for all; a step that failed keeps its draw."""
         if self.settings.batch_size is None:
             return None
+        step = self.steps_done
         if self._drawn is None:
             stream = self._randomness.stream("sampling", step)
             self._drawn = step, stream.chosen(self._rows.records, self.settings.rate)
@@ -258,3 +293,40 @@ class ProbeTraining:
         self._weights, self._average = state["weights"].clone(), state["average"].clone()
         self._memory.load_state_dict(state["filter"])
         self._shaped = self._drawn = None
+
+
+def advance_together(trainings: Sequence[ProbeTraining]) -> bool:
+    """Release the next event of every training. Steps on the same records share one pass over the features.
+
+    Trainings that began with the same `FeatureRows`, in the same blocks and with full batches, cost little more than
+    one of them: to compare settings on held-out records, train them side by side. Each has its own plan, noise and
+    budget, and its results are those of training alone up to rounding.
+
+    Args:
+        trainings: From `PrivateProbe.begin`.
+
+    Returns:
+        False if none has a next event with room for it in its budget.
+
+    >>> from pmlf.probe import FeatureRows, PrivateProbe
+    >>> rng = np.random.default_rng(0)
+    >>> y = rng.integers(2, size=500)
+    >>> rows = FeatureRows(rng.normal(size=(500, 4)) + 3 * y[:, None])
+    >>> trainings = [PrivateProbe(classes=2, epsilon=epsilon).begin(rows, y) for epsilon in (1.0, 8.0)]
+    >>> while advance_together(trainings):
+    ...     pass
+    >>> [training.steps_done for training in trainings]
+    [30, 30]
+    """
+    ready = [training for training in trainings if training._ready]
+    passes: dict[tuple[object, ...], list[ProbeTraining]] = {}
+    for training in ready:
+        if training.stage in (MEAN, MOMENTS):
+            training._release_query()
+        else:
+            passes.setdefault(training._pass_of, []).append(training)
+    for together in passes.values():
+        sums = gradient_sums([training._gradient_query() for training in together], together[0]._draw())
+        for training, query in zip(together, sums, strict=True):
+            training._release_step(query)
+    return bool(ready)
