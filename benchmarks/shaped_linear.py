@@ -100,7 +100,10 @@ def accuracy(weights: Tensor, x: Tensor, labels: Tensor) -> float:
     return float(((x @ weights).argmax(1) == labels).double().mean())
 
 
-def train(cycle: int, epsilon: float, seed: int, rates: dict[str, tuple[float, ...]], data: Any, steps: int) -> Any:
+def train(
+    cycle: int, epsilon: float, seed: int, rates: dict[str, tuple[float, ...]], data: Any, steps: int,
+    kind: type[Run] = Run,
+) -> Any:  # fmt: skip
     """Accuracies of every method at its rates: all runs see the same draws and the same noise."""
     train_x, train_y, test_x, test_y = data
     records, width = len(train_y), train_x.shape[1]
@@ -110,7 +113,7 @@ def train(cycle: int, epsilon: float, seed: int, rates: dict[str, tuple[float, .
     randomness = SeededRandomness(seed)
     sampler = PoissonBatches(torch.arange(records), expected_batch_size=BATCH, randomness=randomness, cycle=cycle)
     family = methods_of(cycle)
-    runs = {(name, rate): Run(family[name], rate, width) for name in family for rate in rates[name]}
+    runs = {(name, rate): kind(family[name], rate, width) for name in family for rate in rates[name]}
     noise = NoiseMemory(next(iter(family.values())).noise, randomness)
     for step in range(steps):
         drawn = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *sampler.draw(step)]))
@@ -158,14 +161,18 @@ def best_bands(epsilon: float) -> int:
     return best(records=50_000, batch_size=BATCH, steps=STEPS, epsilon=epsilon, delta=DELTA).shape.bands
 
 
-def measure(kind: str, features: Path, out: Path) -> None:
-    torch.set_num_threads(1)
+def splits(features: Path) -> tuple[Any, Any]:
+    """(training records, their labels, judged records, their labels), for tuning and for the final runs."""
     stored = np.load(features)
     x, y, test_x, test_y = (torch.from_numpy(stored[name]) for name in ("train", "train_labels", "test", "test_labels"))
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(y)))
     held, kept = order[:HELD_OUT], order[HELD_OUT:]
-    tuning = x[kept], y[kept], x[held].float(), y[held]
-    final = x, y, test_x.float(), test_y
+    return (x[kept], y[kept], x[held].float(), y[held]), (x, y, test_x.float(), test_y)
+
+
+def measure(kind: str, features: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    tuning, final = splits(features)
     check(final)
     for epsilon in EPSILONS:
         for cycle in {"white": (1,), "shaped": (best_bands(epsilon),)}[kind]:
@@ -193,14 +200,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def chosen_rates(out: Path, method: str, epsilon: float) -> dict[str, float]:
+def chosen_rates(out: Path, method: str, epsilon: float, grid: tuple[float, ...] = GRID) -> dict[str, float]:
     """By metric: the rate with the best mean accuracy on the held-out records."""
     trials = [
         line["accuracy"][method] for line in lines(out)
         if line["purpose"] == "tuning" and line["epsilon"] == epsilon and method in line["accuracy"]
     ]  # fmt: skip
-    means = {metric: {rate: np.mean([t[str(rate)][metric] for t in trials]) for rate in GRID} for metric in METRICS}
-    return {metric: max(GRID, key=lambda rate: means[metric][rate]) for metric in METRICS}
+    means = {metric: {rate: np.mean([t[str(rate)][metric] for t in trials]) for rate in grid} for metric in METRICS}
+    return {metric: max(grid, key=lambda rate: means[metric][rate]) for metric in METRICS}
 
 
 def report(path: Path) -> None:

@@ -63,11 +63,24 @@ class Reference:
         total = [torch.zeros_like(p) for p in self.trained]
         for i in range(batch_size(batch)):
             v = self.momentum(to_double(select(batch, slice(i, i + 1))))
-            norm = float(torch.cat([part.flatten() for part in v]).norm())
-            factor = self.clip_norm / (norm + 0.01) if self.clipping == "automatic" else min(1.0, self.clip_norm / norm)
-            for part, grad in zip(total, v, strict=True):
-                part += factor * grad
+            for places, bound in self.blocks():
+                norm = float(torch.cat([v[place].flatten() for place in places]).norm())
+                factor = bound / (norm + 0.01) if self.clipping == "automatic" else min(1.0, bound / max(norm, 1e-300))
+                for place in places:
+                    total[place] += factor * v[place]
         return total
+
+    def blocks(self) -> list[tuple[list[int], float]]:
+        """The places of parameters with one norm, and its bound: all, or a module's own, which share C^2 evenly."""
+        if self.clipping != "per-layer":
+            return [(list(range(len(self.trained))), self.clip_norm)]
+        places = {id(parameter): place for place, parameter in enumerate(self.trained)}
+        found, taken = [], set[int]()
+        for module in self.model.modules():
+            own = {places[id(p)] for p in module.parameters(recurse=False) if id(p) in places} - taken
+            taken |= own
+            found += [sorted(own)] if own else []
+        return [(own, (self.clip_norm**2 / len(found)) ** 0.5) for own in found]
 
     def step(self, batch: Any | None) -> list[Tensor]:
         """mhat_t for a logical batch, or for an empty one."""

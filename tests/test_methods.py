@@ -117,9 +117,12 @@ def test_micro_batches_change_nothing(model: str, physical: int) -> None:
     assert worst_difference(model, "dp-pmlf", physical) < 1e-4
 
 
-@pytest.mark.parametrize("model", ["cnn5", "tied", "vit"])
-def test_automatic_clipping_equals_the_reference(model: str) -> None:
-    assert worst_difference(model, "dp-pmlf", SAMPLES, clipping="automatic") < 1e-4
+@pytest.mark.parametrize("clipping", ["automatic", "per-layer"])
+@pytest.mark.parametrize(
+    "model", ["tied", pytest.param("cnn5", marks=pytest.mark.slow), pytest.param("vit", marks=pytest.mark.slow)]
+)
+def test_other_clippings_equal_the_reference(model: str, clipping: str) -> None:
+    assert worst_difference(model, "dp-pmlf", SAMPLES, clipping) < 1e-4
 
 
 def test_every_preset_is_in_the_family_and_resolves() -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AdaptiveClipping",
     "Augmentation",
     "Ledger",
     "PrivateRun",
@@ -46,6 +47,7 @@ __all__ = [
 
 # The module of each public name, imported at first use: torch takes seconds, and `pmlf --help` does not need it.
 _HOMES = {
+    "AdaptiveClipping": "pmlf.mechanism.adaptive_clipping",
     "Augmentation": "pmlf.engine.augmentation",
     "Ledger": "pmlf.evidence.ledger",
     "PrivateRun": "pmlf.run",

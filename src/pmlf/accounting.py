@@ -13,6 +13,7 @@ from pmlf.mechanism.accounting import (
 )
 from pmlf.mechanism.composition import composed_epsilon
 from pmlf.mechanism.groups import group_epsilon
+from pmlf.mechanism.truncation import overflow, smallest_batch_bound
 
 __all__ = [
     "ACCOUNTANTS",
@@ -26,4 +27,6 @@ __all__ = [
     "finest_epsilon",
     "group_epsilon",
     "noise_multiplier",
+    "overflow",
+    "smallest_batch_bound",
 ]

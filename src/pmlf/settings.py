@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pmlf.basics.arguments import is_number, require_count, require_positive
 from pmlf.engine.momentum import CLIPPINGS, Clipping
+from pmlf.mechanism.adaptive_clipping import FARTHEST, AdaptiveClipping, ClipNorm
 from pmlf.mechanism.noise import LARGEST_STD
 from pmlf.methods import Method
 
@@ -29,6 +30,7 @@ class StepSettings:
     clipping: Clipping = "flat"
     secure_noise: bool = False  # whether noise is hardened against floating-point attacks
     cycle: int = 1  # groups of cyclic Poisson sampling; 1 is plain Poisson sampling
+    adaptive: AdaptiveClipping | None = None  # how the clip norm changes, from clip_norm on
 
     def __post_init__(self) -> None:
         require_positive("clip_norm", self.clip_norm, "it bounds one sample's part in the sum; the paper uses 1.0")
@@ -45,6 +47,7 @@ class StepSettings:
         if not isinstance(self.secure_noise, bool):
             raise ValueError(f"secure_noise={self.secure_noise!r} is neither True nor False")
         self._check_cycle()
+        self._check_adaptive()
         object.__setattr__(self, "clip_norm", float(self.clip_norm))
         object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
 
@@ -62,6 +65,48 @@ class StepSettings:
                 f"cycle={self.cycle} with the white noise of {self.method.name!r} costs privacy and gains nothing: "
                 f"leave cycle out, or give a method with bands={self.cycle}"
             )
+
+    def _check_adaptive(self) -> None:
+        if self.adaptive is None:
+            return
+        if not isinstance(self.adaptive, AdaptiveClipping):
+            raise ValueError(f"adaptive_clipping={self.adaptive!r}: give a pmlf.AdaptiveClipping, or None")
+        if self.clipping != "flat":
+            raise ValueError(
+                f"clipping={self.clipping!r} with adaptive clipping: its count of samples is of one norm over all "
+                'parameters, give clipping="flat"'
+            )
+        if self.cycle > 1:
+            raise ValueError(
+                f"method {self.method.name!r} shapes its noise, which takes back noise of earlier steps, and adaptive "
+                "clipping changes its scale from step to step: give a method with white noise, or a fixed clip_norm"
+            )
+        if self.noise_scale * FARTHEST > LARGEST_STD:
+            raise ValueError(f"clip_norm={self.clip_norm} may grow beyond what float32 can hold: give a smaller one")
+        _ = self.sum_multiplier
+
+    def clip_norms(self) -> ClipNorm:
+        """The clip norm, step by step."""
+        return ClipNorm(
+            self.clip_norm,
+            self.adaptive,
+            expected_batch_size=self.expected_batch_size,
+            without_noise=self.without_noise,
+        )
+
+    @property
+    def in_one_process(self) -> str | None:
+        """What several processes cannot do together; None if there is nothing of the kind."""
+        if self.cycle > 1:
+            return f"cycle={self.cycle}: shaped noise"
+        return None if self.adaptive is None else "adaptive clipping"
+
+    @property
+    def sum_multiplier(self) -> float:
+        """Noise multiplier of the sum alone: above that of the step if the step releases a count too."""
+        if self.adaptive is None:
+            return self.noise_multiplier
+        return self.adaptive.sum_multiplier(self.noise_multiplier, expected_batch_size=self.expected_batch_size)
 
     @property
     def noise_scale(self) -> float:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pmlf.basics.arguments import require_count
 from pmlf.basics.batches import batch_size, select, to_device
-from pmlf.checks.caches import made_from_synthetic_inputs
+from pmlf.checks.caches import made_from_synthetic_inputs, with_constants_made
 from pmlf.checks.comparison import Subject
 from pmlf.checks.finding import Finding
 from pmlf.checks.first_look import FirstLook
@@ -29,9 +30,11 @@ from pmlf.engine.criteria import per_sample_loss
 from pmlf.engine.fingerprint import Fingerprint, fingerprint, refuse_written
 from pmlf.engine.momentum import Clipping, SampleMomentum
 from pmlf.engine.passes import LossFunction
+from pmlf.engine.pending import PendingSum
 from pmlf.engine.plan import Gradients, Plan, require_known
 from pmlf.engine.strategy import Strategy
 from pmlf.engine.swap import ModelWritten
+from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
 from pmlf.mechanism.filters import FilterMemory
 from pmlf.mechanism.noise import Randomness, randomness_from
 from pmlf.mechanism.noise_memory import NoiseMemory
@@ -63,7 +66,9 @@ class PrivateStep:
         noise_multiplier: Standard deviation of the noise over C. 0 is for tests, and warns.
         expected_batch_size: B = q * n, the public divisor of the sum.
         generator: A seeded `torch.Generator` for experiments. None means cryptographic noise.
-        clipping: "flat" scales v by min(1, C/|v|), "automatic" by C/(|v| + 0.01).
+        clipping: "flat" scales v by min(1, C/|v|), "automatic" by C/(|v| + 0.01), "per-layer" each of L layers' part
+            of v to at most C/sqrt(L).
+        adaptive_clipping: How the clip norm follows a private quantile, from clip_norm on; None keeps it.
         augmentation: A random change to each sample.
         secure_noise: Whether noise is hardened against floating-point attacks.
         cycle: The `cycle` of the sampler that draws the batches. Noise of b bands needs cycle=b.
@@ -89,6 +94,7 @@ class PrivateStep:
         expected_batch_size: float,
         generator: torch.Generator | Randomness | None = None,
         clipping: Clipping = "flat",
+        adaptive_clipping: AdaptiveClipping | None = None,
         augmentation: Augmentation | None = None,
         secure_noise: bool = False,
         cycle: int = 1,
@@ -111,9 +117,10 @@ class PrivateStep:
             clipping=clipping,
             secure_noise=secure_noise,
             cycle=cycle,
+            adaptive=adaptive_clipping,
         )
-        if cycle > 1 and self._processes.size > 1:
-            raise ValueError(f"cycle={cycle} in {self._processes.size} processes: shaped noise runs in one process")
+        if self._processes.size > 1 and (what := self._settings.in_one_process):
+            raise ValueError(f"{what} runs in one process, and here are {self._processes.size}")
         if self._settings.without_noise:
             warnings.warn("noise_multiplier=0: no noise is added and nothing is private", stacklevel=2)
         self._randomness = randomness_from(generator)
@@ -130,13 +137,15 @@ class PrivateStep:
             clip_norm=self._settings.clip_norm,
             clipping=clipping,
             wide=expected_batch_size > _MOST_IN_FLOAT32 or self._processes.size > 1,
+            counts=adaptive_clipping is not None,
             strategy=strategy,
         )
+        self._clip_norm = self._settings.clip_norms()
         self._history = History(points.depth)
         self._noise = NoiseMemory(self._settings.method.noise, self._randomness)
         self._filter = FilterMemory(self._settings.method.low_pass)
         self._releases = 0
-        self._pending: _Pending | None = None
+        self._pending: PendingSum | None = None
         self._torn = False
         self._agreement = Agreement(self._processes, model, self._forget)
         self._first_look = FirstLook(self._subject, gradients, augmentation, assumed=assume_independent_samples)
@@ -222,7 +231,7 @@ class PrivateStep:
         named, iterate = self._unchanged(anatomy)
         size = batch_size(micro_batch)
         micro_batch = to_device(micro_batch, named[self._plan.parameters[0]].device)
-        pending = self._pending or _Pending(fingerprint=iterate)
+        pending = self._pending or PendingSum(fingerprint=iterate)
         if size == 0:
             self._pending = pending
             return
@@ -237,7 +246,7 @@ class PrivateStep:
             total = self._added(Anatomy(self.model), pending, micro_batch, size, samples)
         finally:
             self._refuse_written(anatomy, pending)
-        self._pending = _Pending(
+        self._pending = PendingSum(
             fingerprint=pending.fingerprint,
             total=total,
             samples=pending.samples + size,
@@ -249,7 +258,7 @@ class PrivateStep:
         return None if self._pending is None else self._pending.total
 
     def _added(
-        self, anatomy: Anatomy, pending: _Pending, micro_batch: Any, size: int, samples: Tensor | None
+        self, anatomy: Anatomy, pending: PendingSum, micro_batch: Any, size: int, samples: Tensor | None
     ) -> ClippedSum:
         """The pending sum and a micro-batch's clipped momenta, beside it: the pending one stays as it is."""
         rows = self._first_look.at(micro_batch, size, anatomy.modes)
@@ -280,7 +289,7 @@ class PrivateStep:
             total = self._clipper.nothing(named)
         values = [total.values[name] for name in self._plan.parameters]
         noise, hardened = self._randomness.stream("noise", self._releases), self._settings.secure_noise
-        std = self._settings.noise_multiplier * total.sensitivity
+        std = self._settings.sum_multiplier * total.sensitivity
 
         def add_noise(value: Tensor, part: Part) -> None:
             if std > 0.0:
@@ -300,6 +309,7 @@ class PrivateStep:
             parameter.grad = None  # also of frozen ones: what an optimizer finds there was never made private
         for parameter, value in zip(parameters, filtered, strict=True):
             parameter.grad = value.to(parameter.dtype)
+        self._clipper.clip_norm = self._clip_norm.after(total.within, self._randomness, self._releases)
         self._clipper.give_away(total)  # to the filter or p.grad: no later sum is written where somebody can see it
         self._pending = None
         self._releases += 1
@@ -323,6 +333,7 @@ class PrivateStep:
             "releases": self._releases,
             "filter": self._filter.state_dict(),
             "history": self._history.state_dict(),
+            **self._clip_norm.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -336,6 +347,7 @@ class PrivateStep:
         history.load_state_dict(state["history"], like=self.trained)
         memory = FilterMemory(self._settings.method.low_pass)
         memory.load_state_dict(state["filter"])
+        self._clipper.clip_norm = self._clip_norm.load_state_dict(state)
         self._history, self._filter, self._releases = history, memory, state["releases"]
         self._noise = NoiseMemory(self._settings.method.noise, self._randomness)
         self._pending, self._torn = None, False
@@ -347,12 +359,8 @@ class PrivateStep:
 
     def check_collation(self, indices: Sequence[int], batch_of: Callable[[list[int]], Any]) -> None:
         """Refuse a `batch_of` some indices by which records change each other's gradients, by padding or otherwise."""
-        try:
-            check_collation(self._subject, indices, batch_of)
-        except ModelWritten:
-            if not made_from_synthetic_inputs(self._subject, batch_of(list(indices[:1]))):
-                raise
-            check_collation(self._subject, indices, batch_of)
+        checked = partial(check_collation, self._subject, indices, batch_of)
+        with_constants_made(self._subject, lambda: batch_of(list(indices[:1])), checked)
 
     def check_again(self) -> None:
         """Check the next samples as the first ones: those so far were synthetic."""
@@ -362,7 +370,7 @@ class PrivateStep:
         if self._torn:
             raise RuntimeError("a release was interrupted halfway: load a saved state, or build a new step")
 
-    def _refuse_written(self, anatomy: Anatomy, pending: _Pending) -> None:
+    def _refuse_written(self, anatomy: Anatomy, pending: PendingSum) -> None:
         try:
             refuse_written(anatomy.parameters, pending.fingerprint)
         except RuntimeError:
@@ -389,12 +397,3 @@ class PrivateStep:
                 "call optimizer.step() only after release(), or discard() the sum"
             )
         return named, iterate
-
-
-class _Pending(NamedTuple):
-    """The sum of a logical batch so far. Replaced as a whole, so that an interrupted accumulate changes nothing."""
-
-    fingerprint: Fingerprint
-    total: ClippedSum | None = None
-    samples: int = 0
-    micro_batches: int = 0

@@ -78,7 +78,7 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+@pytest.mark.parametrize("clipping", ["flat", "automatic", "per-layer"])
 @pytest.mark.parametrize("method", WIDE)
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_one_sample_moves_the_sum_by_at_most_the_clip_norm(method: str, clipping: str, scale: float) -> None:

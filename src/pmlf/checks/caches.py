@@ -7,7 +7,7 @@ synthetic inputs of these shapes, which hold nothing of any record.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from pmlf.basics.batches import same_bits, synthetic
 from pmlf.checks.comparison import Subject
 from pmlf.checks.draws import constant_draws
 from pmlf.engine.anatomy import Anatomy
-from pmlf.engine.swap import tensors_held
+from pmlf.engine.swap import ModelWritten, tensors_held
 from pmlf.mechanism.noise import SeededRandomness
 
 
@@ -47,6 +47,16 @@ def made_from_synthetic_inputs(subject: Subject, batch: Any) -> bool:
         return False
     _run(subject, subject.model, inputs[0])
     return True
+
+
+def with_constants_made(subject: Subject, example: Callable[[], Any], attempt: Callable[[], None]) -> None:
+    """attempt(); if the model makes constants in it, make them from inputs like `example()`, and try again."""
+    try:
+        attempt()
+    except ModelWritten:
+        if not made_from_synthetic_inputs(subject, example()):
+            raise
+        attempt()
 
 
 def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 from pmlf.cli.common import Command
 from pmlf.cli.display import claims_table, facts, trials_table
@@ -42,7 +42,13 @@ class Account(Budget, Command):
     """Shaped noise with this many bands, and records drawn from as many groups in turn; 1 is white noise.
     A record is then drawn in at most ceil(steps / bands) steps, with probability bands * batch size / n."""
 
+    largest_batch: Annotated[int | None, shown_default("none", "RECORDS")] = None
+    """Truncated Poisson sampling: a draw of more records is cut to this many at random. Epsilon is then for one record
+    zeroed out, and delta includes the chance of a cut."""
+
     def execute(self) -> int:
+        if self.group is not None and self.largest_batch is not None:
+            raise ValueError("--group and --largest-batch are both given: group privacy is for whole draws")
         if self.group is not None and self.bands > 1:
             raise ValueError("--group and --bands are both given: the records of a person are in different groups")
         if self.certificate is not None and self.ledger is not None:
@@ -83,7 +89,7 @@ class Account(Budget, Command):
             {
                 "run": t.run,
                 "beginning": t.beginning,
-                **asdict(t.plan.event),
+                **t.plan.event.document(),
                 "planned_steps": t.plan.steps,
                 "seeded": tally.replayable(t),
                 "bands": t.plan.bands,
@@ -119,30 +125,23 @@ class Account(Budget, Command):
 
     def _calibrate(self) -> int:
         from pmlf.mechanism import accounting
+        from pmlf.mechanism.truncation import chance_of_a_cut
 
         self._check_sizes()
         budget = self.resolved(self.records)
         assert budget.delta is not None
         rate, steps = self.batch_size / self.records, budget.planned_steps(self.records)
+        sizes = self.largest_batch, self.records, self.batch_size, steps, budget.epsilon, budget.delta
+        overflow = chance_of_a_cut(*sizes, bands=self.bands, processes=1)
+        drawn = _Drawn(sample_rate=rate, steps=steps, bands=self.bands, overflow=overflow)
         noise_multiplier = budget.noise_multiplier
         if noise_multiplier is None:
             assert budget.epsilon is not None
             noise_multiplier = accounting.noise_multiplier(
-                target_epsilon=budget.epsilon,
-                target_delta=budget.delta,
-                sample_rate=rate,
-                steps=steps,
-                bands=self.bands,
+                target_epsilon=budget.epsilon, target_delta=budget.delta, **drawn
             )
         pld, rdp = (
-            accounting.epsilon(
-                noise_multiplier=noise_multiplier,
-                sample_rate=rate,
-                steps=steps,
-                delta=budget.delta,
-                accountant=name,
-                bands=self.bands,
-            )
+            accounting.epsilon(noise_multiplier=noise_multiplier, delta=budget.delta, accountant=name, **drawn)
             for name in ("pld", "rdp")
         )
         group = None if self.group is None else self._group(noise_multiplier, rate, steps, budget.delta)
@@ -161,13 +160,14 @@ class Account(Budget, Command):
                 "sample_rate": rate,
                 "steps": steps,
                 "bands": self.bands,
+                **({"largest_batch": self.largest_batch, "overflow": overflow} if overflow else {}),
                 **({} if group is None else {"group": self.group, "epsilon_of_group": group}),
             },
             facts(
                 [
                     ("noise multiplier", f"{noise_multiplier:.5g}"),
                     ("epsilon", f"{pld:.5g} by PLD, {rdp:.5g} by RDP, at delta {budget.delta:.3g}"),
-                    ("steps", _drawn(rate, steps, self.bands)),
+                    ("steps", _drawn(rate, steps, self.bands, overflow)),
                     *([] if group is None else [_group_line(self.group, group, budget.delta)]),
                 ]
             ),
@@ -180,10 +180,20 @@ def _group_line(records: int | None, epsilon: float, delta: float) -> tuple[str,
     return f"{records} records", f"epsilon {epsilon:.5g} at delta {delta:.3g}, {meaning}"
 
 
-def _drawn(rate: float, steps: int, bands: int) -> str:
+class _Drawn(TypedDict):
+    """How often, and how, records are drawn: arguments of the accountant."""
+
+    sample_rate: float
+    steps: int
+    bands: int
+    overflow: float
+
+
+def _drawn(rate: float, steps: int, bands: int, overflow: float) -> str:
     from pmlf.mechanism import accounting
 
     if bands == 1:
-        return f"{steps}, each record drawn with probability {rate:.4g}"
+        cut = f"; a draw is cut with probability {overflow:.3g}, and epsilon is for one record zeroed out"
+        return f"{steps}, each record drawn with probability {rate:.4g}{cut * (overflow > 0)}"
     in_group, events = accounting.cyclic(rate, steps, bands)
     return f"{steps}, each record drawn with probability {in_group:.4g} in at most {events} of them"

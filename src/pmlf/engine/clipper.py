@@ -14,24 +14,48 @@ from pmlf.engine.gradients import Workspace
 from pmlf.engine.momentum import Clipping, SampleMomentum
 from pmlf.engine.strategy import Strategy
 
+_RAMP = 0.01  # relative width around the clip norm, in which a sample counts in part
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedSum:
-    """A sum over samples, by parameter. Adding or removing one sample moves it by at most `sensitivity`."""
+    """A sum over samples, by parameter. Adding or removing one sample moves it by at most `sensitivity`.
+
+    `within` counts samples by `counted_within`, if that is asked for; one sample moves it by at most 1/2.
+    """
 
     values: Mapping[str, Tensor]
     sensitivity: float
+    within: float = 0.0
+
+
+def counted_within(norms: Tensor, clip_norm: float) -> float:
+    """The number of samples with norm at most C, each as +1/2, minus the others, as 1/2 each.
+
+    Near C a sample counts in part, on a ramp of 1 %. So rounding of a norm, which may depend on who else is in the
+    batch, moves the count by as little as it moves the norm.
+
+    >>> counted_within(torch.tensor([0.2, 3.0, 0.5, float("inf")]), 1.0)
+    0.0
+    """
+    ramp = ((1.0 + _RAMP / 2) - norms.double() / clip_norm) / _RAMP
+    return float(torch.nan_to_num(ramp, nan=0.0).clamp_(0.0, 1.0).sub_(0.5).sum())
 
 
 class Clipper:
-    """Clips every sample's momentum once, over all parameters together, and adds them up.
+    """Clips every sample's momentum once, over all parameters together or layer by layer, and adds them up.
 
     Args:
         parameters: Names of the trained parameters, in the model's order.
         clip_norm: Largest norm C of what one sample adds.
-        clipping: "flat" scales v by min(1, C/|v|), "automatic" by C/(|v| + 0.01).
+        clipping: "flat" scales v by min(1, C/|v|), "automatic" by C/(|v| + 0.01), "per-layer" each of L layers' part
+            of v to at most C/sqrt(L).
         wide: Whether sums are kept in float64, for many samples.
+        counts: Whether to count the samples within the clip norm, too.
         strategy: How gradients are formed; the cheapest way by default.
+
+    Attributes:
+        clip_norm: C, which may change between sums.
     """
 
     def __init__(
@@ -41,11 +65,13 @@ class Clipper:
         clip_norm: float,
         clipping: Clipping = "flat",
         wide: bool = False,
+        counts: bool = False,
         strategy: Strategy | None = None,
     ) -> None:
         self._parameters = tuple(parameters)
-        self._clip_norm = clip_norm
+        self.clip_norm = clip_norm
         self._clipping: Clipping = clipping
+        self._counts = counts
         self._workspace = Workspace(strategy)
         self._buffers = _SumBuffers(wide=wide)
 
@@ -70,16 +96,19 @@ class Clipper:
         into = self._buffers.other_than(so_far, like)
         norms = []
         for momentum in momenta:
-            norms.append(momentum.write_clipped_sum(self._clip_norm, self._clipping, so_far, into))
+            norms.append(momentum.write_clipped_sum(self.clip_norm, self._clipping, so_far, into))
             so_far = into
-        return ClippedSum(values=into, sensitivity=self._clip_norm), norms
+        within = 0.0 if before is None else before.within
+        if self._counts:
+            within += sum(counted_within(part, self.clip_norm) for part in norms)
+        return ClippedSum(values=into, sensitivity=self.clip_norm, within=within), norms
 
     def nothing(self, like: Mapping[str, Tensor]) -> ClippedSum:
         """The sum of no samples."""
         values = self._buffers.other_than(None, like)
         for name in self._parameters:
             values[name].zero_()
-        return ClippedSum(values=values, sensitivity=self._clip_norm)
+        return ClippedSum(values=values, sensitivity=self.clip_norm)
 
     def give_away(self, total: ClippedSum) -> None:
         """Never write to the memory of this sum again: somebody else has it."""

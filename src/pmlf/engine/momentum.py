@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -19,15 +20,15 @@ from pmlf.engine.operations.capture import taken_at_operations
 from pmlf.engine.passes import Pass
 from pmlf.engine.roots import Roots
 
-Clipping = Literal["flat", "automatic"]
-CLIPPINGS: tuple[Clipping, ...] = ("flat", "automatic")
+Clipping = Literal["flat", "automatic", "per-layer"]
+CLIPPINGS: tuple[Clipping, ...] = ("flat", "automatic", "per-layer")
 _AUTOMATIC_STABILITY = 0.01
 _SMALLEST_FACTOR = 2.0**24 * torch.finfo(torch.float32).smallest_normal  # times a gradient, it is still normal
 _LARGEST_ROUNDING = 1e-4  # over the clip norm, by its bound, which ordinary samples stay far below
 
 
 def clip_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
-    """min(1, C/|v|), or C/(|v| + 0.01) for "automatic": either way |factor * v| <= C.
+    """min(1, C/|v|), or C/(|v| + 0.01) for "automatic": always |factor * v| <= C.
 
     >>> clip_factors(torch.tensor([0.5, 4.0]), 1.0, "flat").tolist()
     [1.0, 0.25]
@@ -44,6 +45,23 @@ def finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> tuple
         return factors, None
     fine = factors >= _SMALLEST_FACTOR
     return torch.where(fine, factors, 0.0), ~fine
+
+
+def clipped_together(parameters: Iterable[str], clip_norm: float, clipping: Clipping) -> list[tuple[list[str], float]]:
+    """The parameters whose gradients have one norm, and the bound on it: all of them and C, or those of each layer.
+
+    "per-layer" gives each of L layers C / sqrt(L). A sample then adds a vector whose square is at most L C^2 / L = C^2,
+    so the sensitivity is C as with one norm. A layer is a module with trainable parameters of its own.
+
+    >>> clipped_together(["body.weight", "body.bias", "head.weight"], 2.0, "per-layer")
+    [(['body.weight', 'body.bias'], 1.414213562373095), (['head.weight'], 1.414213562373095)]
+    """
+    if clipping != "per-layer":
+        return [(list(parameters), clip_norm)]
+    layers: dict[str, list[str]] = {}
+    for name in parameters:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    return [(names, clip_norm / math.sqrt(len(layers))) for names in layers.values()]
 
 
 def contributions(one: Pass) -> Iterator[tuple[str, Contribution]]:
@@ -85,34 +103,45 @@ class SampleMomentum:
     def write_clipped_sum(
         self, clip_norm: float, clipping: Clipping, before: Mapping[str, Tensor] | None, into: Mapping[str, Tensor]
     ) -> Tensor:
-        """into = before + sum_i clip(v_i); a sample whose v is not finite adds exactly zero.
+        """into = before + sum_i clip(v_i); a sample whose v is not finite adds exactly zero, per layer if so clipped.
 
         A sample whose tokens cancel so far that rounding is a part of what it adds is formed and added by itself: in
         one product with the others its rounding would follow from who they are.
 
         Returns |v| of every sample over all trainable parameters, never understated; not finite where v is not.
         """
+        together = clipped_together(self._gradients, clip_norm, clipping)
+        found: list[Tensor] = []
         with without_autocast():
-            norms, scale, refused = self._clipped(clip_norm, clipping)
-            for name, gradient in self._gradients.items():
-                out = into[name]
-                if before is not None:
-                    out.copy_(before[name])
-                elif name not in self._touched:
-                    out.zero_()
-                if name in self._touched:
-                    if refused is not None:
-                        gradient.without(refused)
-                    gradient.write_clipped_sum(scale, out, add=before is not None)
-        return norms
+            for names, bound in together:
+                norms, scale, refused = self._clipped(names, bound, clipping)
+                found.append(norms)
+                for name in names:
+                    self._write(name, scale, refused, None if before is None else before[name], into[name])
+        return found[0] if len(found) == 1 else torch.stack(found).square_().sum(0).sqrt_()
 
-    def _clipped(self, clip_norm: float, clipping: Clipping) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(norms, factors, refused) of all samples. Gradients that are formed late are summed on the way."""
-        late, step = self._strategy.held_late(
-            {name: gradient.factors for name, gradient in self._gradients.items() if gradient.factors}, self._samples
-        )
+    def _write(self, name: str, scale: Tensor, refused: Tensor | None, before: Tensor | None, out: Tensor) -> None:
+        """out = before + the clipped sum of one parameter."""
+        if before is not None:
+            out.copy_(before)
+        elif name not in self._touched:
+            out.zero_()
+        if name in self._touched:
+            if refused is not None:
+                self._gradients[name].without(refused)
+            self._gradients[name].write_clipped_sum(scale, out, add=before is not None)
+
+    def _clipped(
+        self, names: Sequence[str], clip_norm: float, clipping: Clipping
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(norms, factors, refused) of all samples over some parameters, which are clipped together.
+
+        Gradients that are formed late are summed on the way.
+        """
+        kept = {name: self._gradients[name].factors for name in names}
+        late, step = self._strategy.held_late({name: uses for name, uses in kept.items() if uses}, self._samples)
         # in the parameters' order, not a set's: sums round the same way in every process
-        others = [name for name in self._gradients if name in self._touched and name not in late]
+        others = [name for name in names if name in self._touched and name not in late]
         norms, slack = self._squared_norms(others)  # squares until all parameters are counted
         scales: list[Tensor] = []
         aside: list[int] = []

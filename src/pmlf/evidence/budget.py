@@ -90,6 +90,11 @@ class BudgetGuard:
         beginning = mirrored.beginning if mirrored else secrets.token_hex(8)
         trial = Trial(run=self._ledger.run, beginning=beginning, plan=plan)
         self._session = Session.of(trial, replayable=replayable)
+        if self.filtered and any(event.overflow for event in (plan.event, *self.tally.events)):
+            raise ValueError(
+                "the ledger has other plans, and a run with largest_batch composes as planned alone: give such a run a "
+                "ledger of its own"
+            )
         self._affordable = 0  # this many events of the plan's kind fit the target ...
         self._beside: dict[Event, int] = {}  # ... beside these
 
@@ -161,7 +166,8 @@ class BudgetGuard:
     @property
     def guards_longer_plans(self) -> bool:
         """Whether a plan may be made longer: this needs a ledger that records it, and a target to stop at."""
-        return self._ledger.on_disk and self._plan.target_epsilon is not None
+        whole = self._plan.event.overflow == 0.0  # no filter has a term for batches that are cut
+        return self._ledger.on_disk and self._plan.target_epsilon is not None and whole
 
     def claim(self) -> float | None:
         """The epsilon that holds for everything in the ledger, whatever results were seen; None if none does."""

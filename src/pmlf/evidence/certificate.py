@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,26 +14,23 @@ from typing import Any
 import torch
 
 from pmlf.evidence.budget import BudgetGuard
+from pmlf.evidence.description import ADAPTIVE, LARGEST, OVERFLOW, SHAPE, Contradiction
+from pmlf.evidence.mechanism_words import UNIT, MechanismWords
 from pmlf.evidence.statement import (
-    ADJACENCY,
     BANDS,
     CAPPED,
     FILTER,
     FORMAT,
     NOT_ACCOUNTED_FOR,
     PLD,
-    SHAPE,
     STEPS,
-    UNIT,
-    Contradiction,
     Statement,
-    mechanism,
     read_statement,
-    sampler,
 )
 from pmlf.evidence.tally import PrivacyPlan, Trial, events_of
 from pmlf.mechanism import accounting
 from pmlf.mechanism.accounting import Event
+from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
 from pmlf.mechanism.composition import composed_epsilon, finest_composed_epsilon
 from pmlf.methods import Method
 
@@ -58,6 +55,9 @@ class CertifiedRun:
         independence: How the independence of samples is known.
         watched: Whether samples of every step are run again alone.
         processes: The number of processes that take every step together.
+        adaptive: How the clip norm changes; None if it does not.
+        sum_multiplier: The noise multiplier of the sum alone, if the clip norm is adaptive.
+        largest_batch: The largest number of records in a batch; None if no draw is cut.
     """
 
     method: Method
@@ -71,6 +71,9 @@ class CertifiedRun:
     independence: str
     watched: bool
     processes: int = 1
+    adaptive: AdaptiveClipping | None = None
+    sum_multiplier: float | None = None
+    largest_batch: int | None = None
 
 
 def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
@@ -84,12 +87,14 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
         A JSON-ready document with a digest.
     """
     plan, parts = budget.plan, budget.run_parts
+    adaptive, truncated = _adaptive(run), _truncation(run, plan.event)
+    words = MechanismWords(bands=plan.bands, adaptive=bool(adaptive), truncated=bool(truncated)).document()
     return sealed(
         {
             "certificate": FORMAT,
-            "mechanism": mechanism(plan.bands),
+            "mechanism": words["mechanism"],
             "unit_of_privacy": UNIT,
-            "adjacency": ADJACENCY,
+            "adjacency": words["adjacency"],
             "dataset": budget.dataset,
             "epsilon": budget.claim(),
             "delta": plan.delta,
@@ -107,8 +112,10 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
             "noise_multiplier": float(plan.event.noise_multiplier),
             "clip_norm": run.clip_norm,
             "clipping": run.clipping,
+            **adaptive,
+            **truncated,
             "method": _method(run.method),
-            "sampler": sampler(plan.bands),
+            "sampler": words["sampler"],
             "randomness": run.randomness,
             "reproducible_noise": run.reproducible,
             "independence_of_samples": run.independence,
@@ -134,12 +141,31 @@ def _method(method: Method) -> dict[str, Any]:
     }
 
 
+def _adaptive(run: CertifiedRun) -> dict[str, Any]:
+    """How the clip norm changes, and the noise of both releases; nothing for a constant one."""
+    if run.adaptive is None:
+        return {}
+    return {
+        ADAPTIVE: {
+            "quantile": float(run.adaptive.quantile),
+            "rate": float(run.adaptive.rate),
+            "count_noise": run.adaptive.count_deviation(run.expected_batch_size),
+            "sum_noise_multiplier": run.sum_multiplier,
+        }
+    }
+
+
+def _truncation(run: CertifiedRun, event: Event) -> dict[str, Any]:
+    """The largest batch and the chance that a draw is cut to it; nothing if that cannot be."""
+    return {LARGEST: run.largest_batch, OVERFLOW: event.overflow} if event.overflow else {}
+
+
 def _queries(plan: PrivacyPlan, parts: Sequence[int]) -> dict[str, Any]:
     """What is released before the steps; nothing for a plan of steps alone."""
     if not plan.queries:
         return {}
     pairs = zip(plan.queries, parts, strict=False)
-    return {"queries": [{"name": q.name, **asdict(q.event), "planned": q.count, "released": n} for q, n in pairs]}
+    return {"queries": [{"name": q.name, **q.event.document(), "planned": q.count, "released": n} for q, n in pairs]}
 
 
 def _trial(trial: Trial, parts: Sequence[int], releases: int) -> dict[str, Any]:
@@ -147,7 +173,7 @@ def _trial(trial: Trial, parts: Sequence[int], releases: int) -> dict[str, Any]:
     return {
         "run": trial.run,
         "beginning": trial.beginning,
-        **asdict(plan.event),
+        **plan.event.document(),
         "planned_steps": plan.steps,
         "target_epsilon": plan.target_epsilon,
         "delta": plan.delta,

@@ -10,7 +10,8 @@ from typing import Any
 import jinja2
 
 from pmlf.evidence.certificate import UNBOUNDED
-from pmlf.evidence.statement import CAPPED, FILTER, SHAPE
+from pmlf.evidence.description import ADAPTIVE, SHAPE
+from pmlf.evidence.statement import CAPPED, FILTER
 
 # When the epsilons of the planned and of the released steps hold, by composition.
 _VALID_BY_PLAN = ("even if results were seen during training", "if the run was not stopped because of results")
@@ -79,10 +80,17 @@ def _mechanism(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("expected batch size, B", f"{document['expected_batch_size']:,}"),
         (_rate_label(document), _number(document["sample_rate"])),
         ("noise multiplier, z", _number(document["noise_multiplier"])),
-        ("clip norm, C", f"{_number(document['clip_norm'])}, {document['clipping']}"),
+        ("clip norm, C", f"{_number(document['clip_norm'])}, {document['clipping']}{_adaptive(document)}"),
         ("target epsilon", "none: the noise multiplier was given" if target is None else _number(target)),
         ("steps in the model", f"{document['steps_of_the_model']:,} of {document['planned_steps']:,}"),
     ]
+
+
+def _adaptive(document: Mapping[str, Any]) -> str:
+    part = document.get(ADAPTIVE)
+    if part is None:
+        return ""
+    return f" at first; it follows the {_number(part['quantile'])} quantile of the norms"
 
 
 def _rate_label(document: Mapping[str, Any]) -> str:

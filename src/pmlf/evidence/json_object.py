@@ -90,10 +90,11 @@ class JsonObject:
         return tuple(JsonObject({name: value}, self._where).number(name) for value in listed)
 
     def event(self) -> Event:
-        """The event that the entries noise_multiplier and sample_rate describe."""
+        """The event that the entries noise_multiplier and sample_rate, and overflow if there is one, describe."""
         rate = self.positive("sample_rate")
         self._of("sample_rate", rate <= 1, "a number of at most 1")
-        return Event(noise_multiplier=self.positive("noise_multiplier"), sample_rate=rate)
+        overflow = self.probability("overflow") if self.has("overflow") else 0.0
+        return Event(noise_multiplier=self.positive("noise_multiplier"), sample_rate=rate, overflow=overflow)
 
     def optional(self, name: str, read: Callable[[str], _Value]) -> _Value | None:
         """An entry read by another method, or None for null."""

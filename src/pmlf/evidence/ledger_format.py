@@ -37,8 +37,11 @@ def session_text(session: Session) -> str:
     document = asdict(session)
     if session.bands == 1:
         del document["bands"]
+    document["queries"] = [asdict(query) | {"event": query.event.document()} for query in session.queries]
     if not session.queries:
         del document["queries"]
+    if not session.overflow:
+        del document["overflow"]
     return json.dumps(document)
 
 
@@ -177,6 +180,8 @@ def _session(document: Mapping[str, Any]) -> Session:
         and _is_count(session.bands)
         and session.bands >= 1
         and not (session.queries and session.bands > 1)
+        and _is_chance(session.overflow)
+        and not (session.overflow and session.bands > 1)
     ):
         raise _Refused("is a run with values out of range")
     return session
@@ -184,6 +189,10 @@ def _session(document: Mapping[str, Any]) -> Session:
 
 def _query(document: Mapping[str, Any]) -> Query:
     return Query(**{**document, "event": Event(**document["event"])})
+
+
+def _is_chance(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
 
 
 def _is_count(value: Any) -> bool:

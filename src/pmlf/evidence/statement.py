@@ -6,23 +6,18 @@ module reads the numbers that the epsilon depends on, and refuses a certificate 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pmlf.engine.momentum import CLIPPINGS
+from pmlf.evidence.description import ADAPTIVE, LARGEST, OPTIONAL, OVERFLOW, Contradiction, bands_of, check_description
 from pmlf.evidence.json_object import JsonObject
+from pmlf.evidence.mechanism_words import UNIT, MechanismWords
 from pmlf.evidence.tally import PrivacyPlan, Query, Trial, events_of
 from pmlf.mechanism.accounting import ACCOUNTANTS, Event
-from pmlf.mechanism.noise import SeededRandomness
 
 FORMAT = 1
-MECHANISM = "Poisson-subsampled Gaussian, once per step"
-UNIT = "one record of the training set"
-ADJACENCY = "add or remove one record"
-SAMPLER = "Poisson"
 PLD = "PLD: the steps were planned before the run and are all alike"
 CAPPED = (
     "PLD up to the target epsilon: the run was begun more than once, or steps were done again, which may follow from "
@@ -41,33 +36,10 @@ NOT_ACCOUNTED_FOR = (
 _FIXED = {  # entries with one allowed value
     "certificate": FORMAT,
     "unit_of_privacy": UNIT,
-    "adjacency": ADJACENCY,
     "not_accounted_for": list(NOT_ACCOUNTED_FOR),
 }
-_ROUNDING = 1e-9  # relative
 _OTHER_ACCOUNTANT = 1e-3  # relative: the target may have been met by another version of the accountant
-SHAPE, BANDS, STEPS = "noise_shape", "bands", "steps"  # entries of shaped noise alone
-
-
-def mechanism(bands: int) -> str:
-    """What a step releases; for shaped noise with the argument for its epsilon."""
-    if bands == 1:
-        return MECHANISM
-    return (
-        f"Gaussian noise shaped by a matrix with {bands} bands and columns of norm at most 1, on Poisson batches from "
-        f"{bands} groups in turn: a record takes part at most once in {bands} steps in a row, where its parts in the "
-        "matrix times the sums are orthogonal and at most the clip norm, so each is one Poisson-subsampled Gaussian "
-        "(Choquette-Choo et al. 2023)"
-    )
-
-
-def sampler(bands: int) -> str:
-    """How batches are drawn."""
-    return SAMPLER if bands == 1 else f"cyclic Poisson, {bands} groups"
-
-
-class Contradiction(ValueError):
-    """Two statements of a certificate that cannot both be true."""
+BANDS, STEPS = "bands", "steps"  # entries of shaped noise alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,13 +204,14 @@ def read_statement(document: Mapping[str, Any]) -> Statement:
         Contradiction: Its numbers contradict each other.
     """
     entries = JsonObject(document, "the certificate")
-    entries.require(*_NAMES, optional=(_SPEC, _INDEPENDENCE, _WATCHED, _QUERIES, _PROCESSES))
+    entries.require(*_NAMES, optional=(*OPTIONAL, _QUERIES))
     for name, value in _FIXED.items():
         entries.same(name, value)
-    _check_description(entries)
-    bands = _bands(entries.part("method"))
-    entries.same("mechanism", mechanism(bands))
-    entries.same("sampler", sampler(bands))
+    check_description(entries)
+    bands = bands_of(entries.part("method"))
+    words = MechanismWords(bands=bands, adaptive=entries.has(ADAPTIVE), truncated=entries.has(LARGEST))
+    for name, value in words.document().items():
+        entries.same(name, value)
     trials, trial_queries, trial_events = _trials(entries.parts("trials"))
     statement = Statement(
         epsilon=entries.optional("epsilon", entries.amount),
@@ -256,18 +229,6 @@ def read_statement(document: Mapping[str, Any]) -> Statement:
     )
     statement.check()
     return statement
-
-
-def _bands(method: JsonObject) -> int:
-    """The number of bands of the noise shape, whose columns must have norm at most 1."""
-    if not method.has(SHAPE):
-        return 1
-    coefficients = method.numbers(SHAPE)
-    if len(coefficients) < 2 or math.hypot(*coefficients) > 1 + _ROUNDING:
-        raise Contradiction(
-            f"{SHAPE} has {len(coefficients)} coefficients of norm {math.hypot(*coefficients)}, above 1"
-        )
-    return len(coefficients)
 
 
 def _plan(entries: JsonObject, bands: int) -> PrivacyPlan:
@@ -302,7 +263,7 @@ def _trials(
     queries: dict[Trial, tuple[int, ...]] = {}
     events: dict[Trial, int] = {}
     for entries in listed:
-        entries.require(*_TRIAL, optional=(_QUERIES, BANDS, STEPS))
+        entries.require(*_TRIAL, optional=(_QUERIES, BANDS, STEPS, OVERFLOW))
         bands = entries.count(BANDS, least=2) if entries.has(BANDS) else 1
         trial = Trial(run=entries.text("run"), beginning=entries.text("beginning"), plan=_plan(entries, bands))
         if trial in steps:
@@ -316,6 +277,7 @@ def _trials(
 _NAMES = (
     *_FIXED,
     "mechanism",
+    "adjacency",
     "sampler",
     "dataset",
     "epsilon",
@@ -350,46 +312,4 @@ _TRIAL = (
     "delta",
     "events",
 )
-_SPEC = "spec_digest"  # of the run folder, if there is one
-_INDEPENDENCE, _WATCHED, _PROCESSES = "independence_of_samples", "watched_at_every_step", "processes"
 _QUERIES = "queries"  # what is released before the steps, if anything
-_VERSIONS = ("python", "torch", "dp-accounting", "dp-pmlf")
-
-
-def _check_description(entries: JsonObject) -> None:
-    """Check what the epsilon does not depend on: sizes, method, randomness, versions."""
-    records, size = entries.count("records", least=1, most=2**63), entries.positive("expected_batch_size")
-    method = entries.part("method")
-    rate, expected = entries.event().sample_rate, _bands(method) * size / records
-    if not math.isclose(min(expected, 1.0), rate, rel_tol=_ROUNDING) or expected > 1 + _ROUNDING:
-        raise Contradiction(f"sample_rate={rate} is not expected_batch_size / records = {expected}")
-    entries.positive("clip_norm")
-    entries.one_of("clipping", CLIPPINGS)
-    seeded = entries.text("randomness").startswith(SeededRandomness.description)
-    if entries.has(_INDEPENDENCE):
-        entries.text(_INDEPENDENCE)
-    if entries.has(_WATCHED):
-        entries.truth(_WATCHED)
-    if entries.has(_PROCESSES):
-        entries.count(_PROCESSES, least=1)
-    if entries.truth("reproducible_noise") != seeded:
-        raise Contradiction("reproducible_noise is not what its randomness says")
-    method.require("name", "points", "weights_normalised", "filter", optional=(SHAPE,))
-    method.text("name")
-    method.truth("weights_normalised")
-    for point in method.parts("points"):
-        point.require("coefficients", "weight")
-        point.numbers("coefficients")
-        point.number("weight")
-    low_pass = method.part("filter")
-    low_pass.require("a", "b", "corrected")
-    low_pass.numbers("a")
-    low_pass.numbers("b")
-    low_pass.truth("corrected")
-    versions = entries.part("versions")
-    versions.require(*_VERSIONS)
-    for name in _VERSIONS:
-        versions.text(name)
-    entries.text("digest")
-    if entries.has(_SPEC):
-        entries.text(_SPEC)

@@ -58,6 +58,8 @@ class PrivacyPlan:
     def __post_init__(self) -> None:
         if self.queries and self.bands > 1:
             raise ValueError(f"bands={self.bands} with queries: a plan with shaped noise has steps alone")
+        if self.event.overflow and self.bands > 1:
+            raise ValueError(f"bands={self.bands} with a largest batch: truncated sampling is for white noise alone")
 
     @property
     def parts(self) -> tuple[tuple[Event, int], ...]:
@@ -132,6 +134,7 @@ class Session:
         first_step: The number of the session's first event.
         queries: What is released before the steps.
         bands: The number of groups of cyclic sampling; 1 is plain Poisson sampling.
+        overflow: The chance that a draw of a step is cut to the largest batch; 0 if nothing is cut.
     """
 
     run: str
@@ -145,6 +148,7 @@ class Session:
     first_step: int
     queries: tuple[Query, ...] = ()
     bands: int = 1
+    overflow: float = 0.0
 
     @classmethod
     def of(cls, trial: Trial, *, replayable: bool) -> Session:
@@ -162,12 +166,13 @@ class Session:
             first_step=0,
             queries=plan.queries,
             bands=plan.bands,
+            overflow=plan.event.overflow,
         )
 
     @property
     def event(self) -> Event:
         """The kind of its steps."""
-        return Event(noise_multiplier=self.noise_multiplier, sample_rate=self.sample_rate)
+        return Event(noise_multiplier=self.noise_multiplier, sample_rate=self.sample_rate, overflow=self.overflow)
 
     @property
     def trial(self) -> Trial:

@@ -29,6 +29,7 @@ from pmlf.experiments.progress import RunProgress
 from pmlf.experiments.results import RunObserver, RunResult, SilentObserver, comparison_json
 from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.tasks import Task
+from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
 from pmlf.mechanism.noise import SeededRandomness
 from pmlf.parallel.processes import Processes, joined
 from pmlf.run.callbacks import Callback
@@ -287,6 +288,8 @@ def _private_run(spec: RunSpec, task: Task, losses: LossMeter | None, ledger: Le
         epochs=spec.epochs,
         steps=spec.steps,
         clip_norm=spec.clip_norm,
+        adaptive_clipping=None if spec.clip_quantile is None else AdaptiveClipping(quantile=spec.clip_quantile),
+        largest_batch=spec.largest_batch,
         clipping=spec.clipping,  # type: ignore[arg-type]  # make_private checks it
         max_physical_batch_size=spec.max_physical_batch_size,
         seed=spec.seed,

@@ -149,7 +149,16 @@ class Setting(Budget):
     """Clip norm C: each per-sample gradient is scaled to at most this norm."""
 
     clipping: str = "flat"
-    """flat scales a per-sample gradient v by min(1, C/|v|), automatic by C/(|v| + 0.01)."""
+    """flat scales a per-sample gradient v by min(1, C/|v|), automatic by C/(|v| + 0.01). per-layer scales the part of
+    each of L layers to at most C/sqrt(L)."""
+
+    clip_quantile: Annotated[float | None, shown_default("none, a constant clip norm")] = None
+    """Adaptive clipping: the clip norm follows this quantile of the per-sample norms, 0.5 for example, from --clip-norm
+    on. A noisy count of the samples within it is released at every step, in the same epsilon. For white noise."""
+
+    largest_batch: Annotated[int | None, shown_default("none", "RECORDS")] = None
+    """Truncated Poisson sampling: cut a draw of more records than this to it, at random. Epsilon is then for one record
+    zeroed out, not added or removed, and delta includes the chance of a cut. For white noise."""
 
     ema: Annotated[float | None, shown_default("none")] = None
     """Also keep an exponential average of the parameters with this decay, in (0, 1). It costs no privacy.

@@ -6,14 +6,10 @@ accountant of dp-accounting. The adjacency is add or remove one record. Every ep
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
-
-import dp_accounting
-from dp_accounting import rdp
 
 from pmlf.basics.arguments import is_number
 from pmlf.mechanism import privacy_loss
@@ -25,8 +21,11 @@ from pmlf.mechanism.events import (
     Event,
     check_delta,
     check_mechanism,
+    check_overflow,
     cyclic,
 )
+from pmlf.mechanism.renyi import quiet, renyi
+from pmlf.mechanism.truncation import MOST_FOR_TRUNCATION, extra_delta, with_truncation
 
 __all__ = [
     "ACCOUNTANTS",
@@ -58,6 +57,7 @@ def epsilon(
     delta: float,
     accountant: str = "pld",
     bands: int = 1,
+    overflow: float = 0.0,
 ) -> float:
     """epsilon at delta of T releases of a clipped sum over a Poisson(q) batch + z C N(0, I) (Theorem 2).
 
@@ -71,6 +71,7 @@ def epsilon(
         delta: the probability at which epsilon is stated; at least 1e-10 for "pld".
         accountant: "pld" or "rdp".
         bands: b of cyclic Poisson sampling with noise of b bands; 1 is plain Poisson sampling with white noise.
+        overflow: the chance that a draw is larger than the largest batch and is cut to it (`overflow()`); 0 if not cut.
 
     Returns:
         epsilon.
@@ -83,8 +84,9 @@ def epsilon(
     """
     check_mechanism(noise_multiplier, sample_rate, steps, accountant)
     check_delta("delta", delta, accountant)
+    check_overflow(overflow)
     rate, events = cyclic(float(sample_rate), int(steps), bands)
-    return _epsilon(float(noise_multiplier), rate, events, float(delta), accountant)
+    return _epsilon(float(noise_multiplier), rate, events, float(delta), accountant, float(overflow))
 
 
 def filter_epsilon(events: Mapping[Event, int], *, delta: float) -> float:
@@ -113,6 +115,11 @@ def filter_epsilon(events: Mapping[Event, int], *, delta: float) -> float:
     """
     for event, count in events.items():
         check_mechanism(event.noise_multiplier, event.sample_rate, count, "rdp")
+        if event.overflow and count:
+            raise ValueError(
+                "a run with largest_batch composes as planned and not by an RDP filter, which has no term for batches "
+                "that are cut: give such a run a ledger of its own, and do not make its plan longer"
+            )
     check_delta("delta", delta, "rdp")
     return _filter_epsilon(_plain(events), float(delta))
 
@@ -138,6 +145,11 @@ def finest_epsilon(event: Event, *, steps: int, delta: float) -> float:
     """
     check_mechanism(event.noise_multiplier, event.sample_rate, steps, "pld")
     check_delta("delta", delta, "pld")
+    if event.overflow:
+        whole = replace(event, overflow=0.0)
+        return with_truncation(
+            lambda left: finest_epsilon(whole, steps=steps, delta=left), delta, steps * event.overflow
+        )
     usual = _epsilon(float(event.noise_multiplier), float(event.sample_rate), int(steps), float(delta), "pld")
     if usual == 0.0:
         return 0.0
@@ -177,7 +189,8 @@ def affordable_steps(
 
     def fits(count: int) -> bool:
         if accountant == "pld":
-            return _epsilon(event.noise_multiplier, event.sample_rate, count, delta, "pld") <= target_epsilon
+            spent_then = _epsilon(event.noise_multiplier, event.sample_rate, count, delta, "pld", event.overflow)
+            return spent_then <= target_epsilon
         return filter_epsilon({**spent, event: spent.get(event, 0) + count}, delta=delta) <= target_epsilon
 
     if fits(at_most):
@@ -197,6 +210,7 @@ def delta(
     epsilon: float,
     accountant: str = "pld",
     bands: int = 1,
+    overflow: float = 0.0,
 ) -> float:
     """delta at a given epsilon for the releases of `epsilon()`, also an upper bound.
 
@@ -207,6 +221,7 @@ def delta(
         epsilon: a finite number of at least 0.
         accountant: "pld" or "rdp".
         bands: b of cyclic Poisson sampling with noise of b bands; 1 is plain Poisson sampling with white noise.
+        overflow: the chance that a draw is larger than the largest batch and is cut to it (`overflow()`); 0 if not cut.
 
     Returns:
         delta; with "pld" at least 1e-10, unless there are no steps.
@@ -220,15 +235,17 @@ def delta(
     check_mechanism(noise_multiplier, sample_rate, steps, accountant)
     if not (is_number(epsilon) and 0 <= epsilon < math.inf):
         raise ValueError(f"epsilon={epsilon} is not a privacy loss: give a finite number of at least 0.")
+    check_overflow(overflow)
     if steps == 0:
         return 0.0
     z, rate, count = _fewest_steps(float(noise_multiplier), *cyclic(float(sample_rate), int(steps), bands))
     at = min(float(epsilon), _MOST_EPSILON)
+    cut = extra_delta(at, steps * overflow)
     if accountant == "pld" and z >= SMALLEST_PLD_NOISE:
-        return max(privacy_loss.delta(z, rate, count, at), SMALLEST_PLD_DELTA)
+        return min(max(privacy_loss.delta(z, rate, count, at), SMALLEST_PLD_DELTA) + cut, 1.0)
     with quiet():
-        spent = float(_renyi(z, rate, count).get_delta(at))
-    return min(max(spent, SMALLEST_PLD_DELTA if accountant == "pld" else 0.0), 1.0)
+        spent = float(renyi([(z, rate, count)]).get_delta(at))
+    return min(max(spent, SMALLEST_PLD_DELTA if accountant == "pld" else 0.0) + cut, 1.0)
 
 
 def noise_multiplier(
@@ -240,6 +257,7 @@ def noise_multiplier(
     accountant: str = "pld",
     spent: Mapping[Event, int] | None = None,
     bands: int = 1,
+    overflow: float = 0.0,
 ) -> float:
     """The smallest noise multiplier z whose `epsilon()` is at most target_epsilon.
 
@@ -254,6 +272,7 @@ def noise_multiplier(
         spent: earlier events on the same records. The new steps and they together stay within target_epsilon by
             `filter_epsilon`, whichever the accountant.
         bands: b of cyclic Poisson sampling with noise of b bands; 1 is plain Poisson sampling with white noise.
+        overflow: the chance that a draw is larger than the largest batch and is cut to it (`overflow()`); 0 if not cut.
 
     Returns:
         z, the standard deviation of the noise divided by the clip norm.
@@ -284,8 +303,16 @@ def noise_multiplier(
             "noise would be needed: give a much smaller one."
         )
     target, delta = float(target_epsilon), float(target_delta)
+    check_overflow(overflow)
+    if events * overflow * (1.0 + math.exp(min(target, 700.0))) > MOST_FOR_TRUNCATION * delta:
+        raise ValueError(
+            f"overflow={overflow:.3g} in each of {events} steps cuts batches too often for target_epsilon="
+            f"{target_epsilon} at target_delta={target_delta}: give a larger largest_batch"
+        )
     if not spent:
-        return _calibrated(target, delta, rate, events, accountant, ())
+        return _calibrated(target, delta, rate, events, accountant, (), float(overflow))
+    if overflow:
+        raise ValueError("largest_batch with earlier events in the ledger: give such a run a ledger of its own")
     before = filter_epsilon(spent, delta=target_delta)
     if before >= target_epsilon:
         raise ValueError(
@@ -307,24 +334,22 @@ def _filter_epsilon(events: _PlainEvents, delta: float) -> float:
     if not events:
         return 0.0
     with quiet():
-        total = rdp.RdpAccountant(orders=FILTER_ORDERS)
-        for z, rate, count in events:
-            step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(z))
-            total.compose(dp_accounting.SelfComposedDpEvent(step, count))
-        return float(total.get_epsilon(delta / len(FILTER_ORDERS)))
+        return float(renyi(events, FILTER_ORDERS).get_epsilon(delta / len(FILTER_ORDERS)))
 
 
 @lru_cache(maxsize=4096)
-def _epsilon(z: float, rate: float, steps: int, delta: float, accountant: str) -> float:
+def _epsilon(z: float, rate: float, steps: int, delta: float, accountant: str, overflow: float = 0.0) -> float:
     if steps == 0:
         return 0.0
+    if overflow:
+        return with_truncation(lambda left: _epsilon(z, rate, steps, left, accountant), delta, steps * overflow)
     z, rate, steps = _fewest_steps(z, rate, steps)
     if accountant == "pld" and z >= SMALLEST_PLD_NOISE:
         found = privacy_loss.epsilon(z, rate, steps, delta)
         if math.isfinite(found):
             return found
     with quiet():
-        return float(_renyi(z, rate, steps).get_epsilon(delta))
+        return float(renyi([(z, rate, steps)]).get_epsilon(delta))
 
 
 def _fewest_steps(z: float, rate: float, steps: int) -> tuple[float, float, int]:
@@ -333,32 +358,19 @@ def _fewest_steps(z: float, rate: float, steps: int) -> tuple[float, float, int]
 
 
 @lru_cache(maxsize=256)
-def _calibrated(target: float, delta: float, rate: float, steps: int, accountant: str, before: _PlainEvents) -> float:
+def _calibrated(
+    target: float,
+    delta: float,
+    rate: float,
+    steps: int,
+    accountant: str,
+    before: _PlainEvents,
+    overflow: float = 0.0,
+) -> float:
     def total(log_z: float) -> float:
         if before:
             return _filter_epsilon((*before, (math.exp(log_z), rate, steps)), delta)
-        return _epsilon(math.exp(log_z), rate, steps, delta, accountant)
+        return _epsilon(math.exp(log_z), rate, steps, delta, accountant, overflow)
 
     guess = max(0.5, rate * math.sqrt(2 * steps * math.log(1 / delta)) / target)
     return smallest_noise(total, target, guess=guess, words=f"target_epsilon={target} at target_delta={delta}")
-
-
-def _renyi(z: float, rate: float, steps: int) -> rdp.RdpAccountant:
-    """dp-accounting's accountant after `steps` Poisson-subsampled Gaussian events."""
-    step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(z))
-    return rdp.RdpAccountant().compose(dp_accounting.SelfComposedDpEvent(step, steps))
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress dp-accounting's log messages about skipped Renyi orders: fewer orders still give a bound."""
-
-    def dropped(record: logging.LogRecord) -> bool:
-        return False
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(dropped)
-    try:
-        yield
-    finally:
-        logger.removeFilter(dropped)

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import lru_cache
 
-import dp_accounting
-from dp_accounting import rdp
-
 from pmlf.mechanism import accounting, privacy_loss
 from pmlf.mechanism.calibration import smallest_noise
 from pmlf.mechanism.events import Event, check_delta, check_mechanism
+from pmlf.mechanism.renyi import quiet, renyi
+from pmlf.mechanism.truncation import with_truncation
 
 _NOTHING = Event(noise_multiplier=1.0, sample_rate=1.0)
 
@@ -48,7 +47,8 @@ def composed_epsilon(events: Mapping[Event, int], *, delta: float, accountant: s
         ((event, count),) = happened
         return accounting.epsilon(**asdict(event), steps=count, delta=delta, accountant=accountant)
     check_delta("delta", delta, accountant)
-    return _composed(_merged(events), float(delta), accountant, privacy_loss.CELLS_PER_DEVIATION)
+    kinds, cells = _merged(events), privacy_loss.CELLS_PER_DEVIATION
+    return with_truncation(lambda left: _composed(kinds, left, accountant, cells), float(delta), _chance(events))
 
 
 def finest_composed_epsilon(events: Mapping[Event, int], *, delta: float) -> float:
@@ -74,7 +74,8 @@ def finest_composed_epsilon(events: Mapping[Event, int], *, delta: float) -> flo
         return usual
     if len(happened) == 1:
         return accounting.finest_epsilon(happened[0][0], steps=happened[0][1], delta=delta)
-    finer = _composed(_merged(events), float(delta), "pld", 4 * privacy_loss.CELLS_PER_DEVIATION)
+    kinds, cells = _merged(events), 4 * privacy_loss.CELLS_PER_DEVIATION
+    finer = with_truncation(lambda left: _composed(kinds, left, "pld", cells), float(delta), _chance(events))
     return min(usual, finer)
 
 
@@ -122,6 +123,11 @@ def noise_beside(
     return smallest_noise(total, float(target_epsilon), guess=alone, words=words)
 
 
+def _chance(events: Mapping[Event, int]) -> float:
+    """The chance that any draw of the events is cut to the largest batch, by the sum over them."""
+    return math.fsum(event.overflow * count for event, count in events.items())
+
+
 def _merged(events: Mapping[Event, int]) -> privacy_loss.Kinds:
     """The kinds (z, q, T), with full batches as one release."""
     kinds = [(float(e.noise_multiplier), float(e.sample_rate), int(n)) for e, n in events.items() if n]
@@ -138,9 +144,5 @@ def _composed(kinds: privacy_loss.Kinds, delta: float, accountant: str, cells: i
         found = privacy_loss.composed_epsilon(kinds, delta, cells=cells)
         if math.isfinite(found):
             return found
-    with accounting.quiet():
-        total = rdp.RdpAccountant()
-        for z, rate, count in kinds:
-            step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(z))
-            total.compose(dp_accounting.SelfComposedDpEvent(step, count))
-        return float(total.get_epsilon(delta))
+    with quiet():
+        return float(renyi(kinds).get_epsilon(delta))

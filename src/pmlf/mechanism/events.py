@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from pmlf.basics.arguments import MOST, is_number, require_count
 
@@ -15,10 +15,25 @@ LEAST_RATE = 1e-9  # one record of a billion
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One release: a clipped sum over a Poisson(q) batch + z C N(0, I)."""
+    """One release: a clipped sum over a Poisson(q) batch + z C N(0, I).
+
+    `overflow` is the chance that a draw is larger than the largest batch and is cut to it; 0 if nothing is cut.
+    """
 
     noise_multiplier: float
     sample_rate: float
+    overflow: float = 0.0
+
+    def document(self) -> dict[str, float]:
+        """As JSON; what an event does not have is left out.
+
+        >>> Event(noise_multiplier=1.0, sample_rate=0.1).document()
+        {'noise_multiplier': 1.0, 'sample_rate': 0.1}
+        """
+        found = asdict(self)
+        if not self.overflow:
+            del found["overflow"]
+        return found
 
 
 def cyclic(sample_rate: float, steps: int, bands: int) -> tuple[float, int]:
@@ -79,6 +94,19 @@ def check_mechanism(noise_multiplier: float, sample_rate: float, steps: int, acc
         raise ValueError(f"sample_rate={sample_rate} is below {LEAST_RATE:g}, the smallest supported rate.")
     if not (is_number(steps) and 0 <= steps <= MOST and steps == int(steps)):
         raise ValueError(f"steps={steps} is not a number of steps: give an integer from 0 to {MOST}.")
+
+
+def check_overflow(overflow: float) -> None:
+    """Check the chance that a draw is cut.
+
+    Raises:
+        ValueError: it is not a probability.
+    """
+    if not (is_number(overflow) and 0 <= overflow < 1):
+        raise ValueError(
+            f"overflow={overflow} is not in [0, 1): it is the chance that a draw is larger than the largest batch, "
+            "from pmlf.accounting.overflow"
+        )
 
 
 def check_delta(name: str, value: float, accountant: str) -> None:

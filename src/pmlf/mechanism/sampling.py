@@ -85,6 +85,8 @@ class PoissonBatches:
             one loads the micro-batches rank, rank + ranks, ...
         ranks: The number of processes that share every batch.
         cycle: The number of groups, at most n/B; 1 is plain Poisson sampling.
+        largest_batch: M: a draw of more records is cut to M of them, uniformly at random, which the accountant must
+            be told (`pmlf.accounting.overflow`). None cuts nothing.
 
     Raises:
         ValueError: An argument is out of range, or the dataset cannot be sampled by index.
@@ -110,6 +112,7 @@ class PoissonBatches:
         rank: int = 0,
         ranks: int = 1,
         cycle: int = 1,
+        largest_batch: int | None = None,
     ) -> None:
         self.population = population(dataset)
         if not (is_number(expected_batch_size) and 0.0 < expected_batch_size <= self.population):
@@ -123,6 +126,11 @@ class PoissonBatches:
             "it is the number of samples in memory at once",
         )
         require_count("num_workers", num_workers, "it is the number of processes that load records", least=0, most=1000)
+        if largest_batch is not None:
+            require_count("largest_batch", largest_batch, "it is the largest number of records in a batch")
+            if cycle > 1:
+                raise ValueError(f"largest_batch={largest_batch} with cycle={cycle}: give one of the two")
+        self.largest_batch = largest_batch
         self.rate = expected_batch_size / self.population
         self._group_rate, _ = cyclic(self.rate, 0, cycle)
         self._groups = Groups(self.population, cycle, randomness)
@@ -184,7 +192,11 @@ class PoissonBatches:
             again = (self._taken[step],) if isinstance(self._randomness, SharedRandomness) else ()
             members = self._groups.at(step)
             stream = self._randomness.stream("sampling", step, *again)
-            self._drawn[step] = members[stream.chosen(len(members), self._group_rate)]
+            drawn = members[stream.chosen(len(members), self._group_rate)]
+            if self.largest_batch is not None and len(drawn) > self.largest_batch:
+                order = np.argsort(self._randomness.stream("truncation", step, *again).words(len(drawn)), kind="stable")
+                drawn = drawn[np.sort(order[: self.largest_batch])]
+            self._drawn[step] = drawn
         chosen = self._drawn[step]
         if self._lengths is not None:
             chosen = chosen[np.argsort(self._lengths[chosen], kind="stable")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pmlf.run.private_run import PrivateRun
@@ -16,6 +16,8 @@ def run_facts(run: PrivateRun) -> Facts:
     """What a run is and how far it is, as pairs of name and value."""
     settings, plan = run.private_step.settings, run.budget.plan
     epochs = run.planned_epochs
+    neighbour = "one record zeroed out" if plan.event.overflow else "one record added or removed"
+    clipped = settings.clipping if settings.adaptive is None else f"at first, {settings.adaptive}"
     target = "" if plan.target_epsilon is None else f" of {plan.target_epsilon:g}"
     rates = ", ".join(sorted({f"{float(group['lr']):g}" for group in run.optimizer.param_groups}))
     optimizer = f"{type(run.optimizer).__name__}, learning rate {rates}"
@@ -25,10 +27,10 @@ def run_facts(run: PrivateRun) -> Facts:
     return [
         ("method", settings.method.name),
         ("steps", f"{run.steps_done} of {run.steps} done, {epochs.count} epoch{'s' * (epochs.count != 1)}"),
-        ("epsilon", f"{run.budget.epsilon():.4g}{target} spent, delta {plan.delta:g}, one record added or removed"),
+        ("epsilon", f"{run.budget.epsilon():.4g}{target} spent, delta {plan.delta:g}, {neighbour}"),
         (
             "mechanism",
-            f"noise multiplier {settings.noise_multiplier:.4g}, clip norm {settings.clip_norm:g} ({settings.clipping})",
+            f"noise multiplier {settings.noise_multiplier:.4g}, clip norm {settings.clip_norm:g} ({clipped})",
         ),
         (
             "batches",
@@ -39,6 +41,28 @@ def run_facts(run: PrivateRun) -> Facts:
         ("optimizer", optimizer),
         ("noise", run.private_step.noise_source),
     ]
+
+
+def saved_mechanism(run: PrivateRun) -> dict[str, Any]:
+    """What a resumed run must have in common with the saved one."""
+    step, plan = run.private_step, run.budget.plan
+    settings = step.settings
+    return {
+        "method": repr(settings.method),
+        "clipping": settings.clipping,
+        "adaptive_clipping": None if settings.adaptive is None else repr(settings.adaptive),
+        "largest_batch": run.largest_batch,
+        "records": run.planned_epochs.records,
+        "expected_batch_size": settings.expected_batch_size,
+        "noise_multiplier": settings.noise_multiplier,
+        "clip_norm": settings.clip_norm,
+        "steps": plan.steps,
+        "delta": plan.delta,
+        "secure_noise": settings.secure_noise,
+        "target_epsilon": plan.target_epsilon,
+        # a number that follows from the seed and does not reveal it; None without a seed
+        "chance": step.randomness.seed_for("identity") if step.randomness.reproducible else None,
+    }
 
 
 def as_text(facts: Facts) -> str:

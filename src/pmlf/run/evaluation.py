@@ -15,6 +15,7 @@ from scipy.stats import binomtest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from pmlf.basics.arguments import require_count
 from pmlf.basics.batches import to_device
 from pmlf.mechanism.sampling import population
 
@@ -216,6 +217,44 @@ def _f1(confusion: Tensor) -> float:
     (_, false_positive), (false_negative, true_positive) = confusion.tolist()
     total = 2 * true_positive + false_positive + false_negative
     return 2 * true_positive / total if total else 0.0
+
+
+def evaluate(
+    model: nn.Module,
+    dataset: Any,
+    *,
+    logits: Callable[[nn.Module, Any], Tensor] = lambda model, batch: model(batch[0]),
+    labels: Callable[[Any], Tensor] = lambda batch: batch[1],
+    batch_size: int = 500,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> float:
+    """Accuracy on held-out records. These records are not protected.
+
+    The model runs in eval mode and without gradients; its mode is restored afterwards.
+
+    Args:
+        model: A classifier.
+        dataset: A map-style dataset.
+        logits: A function of (model, batch) that returns one row of scores per sample.
+        labels: A function of a batch that returns the true classes.
+        batch_size: The number of records to look at together.
+        collate_fn: Makes a batch of a list of records; None for torch's default.
+
+    Returns:
+        The fraction of records that are classified correctly.
+
+    Raises:
+        ValueError: The dataset is empty or cannot be indexed, or a label is not one of the model's classes.
+
+    >>> from torch.utils.data import TensorDataset
+    >>> evaluate(nn.Linear(3, 2), TensorDataset(torch.zeros(4, 3), torch.tensor([0, 1, 0, 1])))
+    0.5
+    """
+    require_count("batch_size", batch_size, "it is the number of records looked at together")
+    confusion = confusion_matrix(
+        model, dataset, logits=logits, labels=labels, batch_size=batch_size, collate_fn=collate_fn
+    )
+    return int(confusion.trace()) / int(confusion.sum())
 
 
 def confusion_matrix(

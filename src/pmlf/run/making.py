@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
@@ -25,13 +25,14 @@ from pmlf.evidence.ledger import Ledger
 from pmlf.evidence.tally import PrivacyPlan
 from pmlf.mechanism import accounting
 from pmlf.mechanism.accounting import Event
+from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
 from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
 from pmlf.mechanism.records import Collate, alone, collation, steady, takes_together
 from pmlf.mechanism.sampling import PoissonBatches, population
+from pmlf.mechanism.truncation import chance_of_a_cut
 from pmlf.methods import Method, resolve
 from pmlf.parallel.processes import Group, joined
 from pmlf.run.averaging import ParameterAverage
-from pmlf.run.evaluation import confusion_matrix
 from pmlf.run.iteration import Epochs
 from pmlf.run.loaders import loading
 from pmlf.run.names import OF_OPACUS, known_arguments_only, refuse_wrapped
@@ -53,10 +54,12 @@ def make_private(
     target_delta: float,
     noise_multiplier: float | None = None,
     batch_size: float | None = None,
+    largest_batch: int | None = None,
     epochs: float | None = None,
     steps: int | None = None,
     clip_norm: float = 1.0,
     clipping: Clipping = "flat",
+    adaptive_clipping: AdaptiveClipping | None = None,
     ledger: Ledger | None = None,
     # what is trained
     model: nn.Module,
@@ -95,10 +98,15 @@ def make_private(
         target_delta: The delta of the guarantee. It must be well below 1/n.
         noise_multiplier: The noise multiplier z: the noise on the sum has standard deviation z * clip_norm.
         batch_size: The expected batch size B of a Poisson draw, at most n. A `DataLoader` has one already.
+        largest_batch: The largest number of records in a step: a larger draw is cut to it at random. The epsilon is
+            then for one record zeroed out, and delta includes the chance of a cut. None cuts nothing.
         epochs: How often each record is drawn on average: T = ceil(epochs * n / B). Give this or `steps`.
         steps: The number of steps, T.
         clip_norm: The clip norm C, a bound on each sample's part in the sum.
-        clipping: "flat" scales a sample down to C if its norm is larger; "automatic" scales by C / (norm + 0.01).
+        clipping: "flat" scales a sample down to C if its norm is larger; "automatic" scales by C / (norm + 0.01);
+            "per-layer" scales the part of each of L layers down to C / sqrt(L).
+        adaptive_clipping: Let the clip norm follow a private quantile of the norms, from `clip_norm` on
+            (`pmlf.AdaptiveClipping`). What is released for it is part of the same epsilon.
         ledger: A ledger file. Every step is written to it before it is released, and the target then covers all that
             is in it.
         model: The model to train. Layers that mix samples, such as BatchNorm, are refused: see `pmlf.fix_model`.
@@ -163,8 +171,10 @@ def make_private(
     planned = planned_steps(plain(epochs), plain(steps), records, batch_size)
     method = resolve(method)
     bands, rate, given_noise = method.noise.bands, _sample_rate(batch_size, records), plain(noise_multiplier)
-    z = processes.by_first(lambda: _noise_multiplier(given_noise, epsilon, delta, rate, planned, ledger, bands))
-    event = Event(noise_multiplier=z, sample_rate=accounting.cyclic(rate, planned, bands)[0])
+    beside = {"bands": bands, "processes": processes.size}
+    cut = chance_of_a_cut(largest_batch, records, batch_size, planned, epsilon, delta, **beside)
+    z = processes.by_first(lambda: _noise_multiplier(given_noise, epsilon, delta, rate, planned, ledger, bands, cut))
+    event = Event(noise_multiplier=z, sample_rate=accounting.cyclic(rate, planned, bands)[0], overflow=cut)
     plan = PrivacyPlan(event=event, steps=planned, delta=delta, target_epsilon=epsilon, bands=bands)
     randomness = _randomness(seed)
     _check_optimizer(model, optimizer)
@@ -182,6 +192,7 @@ def make_private(
         expected_batch_size=batch_size,
         generator=randomness,
         clipping=clipping,
+        adaptive_clipping=adaptive_clipping,
         augmentation=augmentation,
         secure_noise=secure_noise,
         cycle=bands,
@@ -206,48 +217,11 @@ def make_private(
         rank=processes.rank,
         ranks=processes.size,
         cycle=bands,
+        largest_batch=largest_batch,
     )
     average = None if ema is None else ParameterAverage(ema)
     budget = budget_of(plan, randomness.reproducible, ledger, processes)
     return PrivateRun(private_step, sampler, optimizer, scheduler, average, budget, interval)
-
-
-def evaluate(
-    model: nn.Module,
-    dataset: Any,
-    *,
-    logits: Callable[[nn.Module, Any], Tensor] = lambda model, batch: model(batch[0]),
-    labels: Callable[[Any], Tensor] = lambda batch: batch[1],
-    batch_size: int = 500,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-) -> float:
-    """Accuracy on held-out records. These records are not protected.
-
-    The model runs in eval mode and without gradients; its mode is restored afterwards.
-
-    Args:
-        model: A classifier.
-        dataset: A map-style dataset.
-        logits: A function of (model, batch) that returns one row of scores per sample.
-        labels: A function of a batch that returns the true classes.
-        batch_size: The number of records to look at together.
-        collate_fn: Makes a batch of a list of records; None for torch's default.
-
-    Returns:
-        The fraction of records that are classified correctly.
-
-    Raises:
-        ValueError: The dataset is empty or cannot be indexed, or a label is not one of the model's classes.
-
-    >>> from torch.utils.data import TensorDataset
-    >>> evaluate(nn.Linear(3, 2), TensorDataset(torch.zeros(4, 3), torch.tensor([0, 1, 0, 1])))
-    0.5
-    """
-    require_count("batch_size", batch_size, "it is the number of records looked at together")
-    confusion = confusion_matrix(
-        model, dataset, logits=logits, labels=labels, batch_size=batch_size, collate_fn=collate_fn
-    )
-    return int(confusion.trace()) / int(confusion.sum())
 
 
 def planned_steps(epochs: float | None, steps: int | None, records: int, batch_size: float) -> int:
@@ -313,6 +287,7 @@ def _noise_multiplier(
     steps: int,
     ledger: Ledger | None,
     bands: int,
+    overflow: float,
 ) -> float:
     """The noise multiplier as given, or that of the run that the ledger continues, or calibrated to the target."""
     if (target_epsilon is None) == (given is None):
@@ -334,6 +309,7 @@ def _noise_multiplier(
         steps=steps,
         spent=None if ledger is None else ledger.tally.events,
         bands=bands,
+        overflow=overflow,
     )
 
 

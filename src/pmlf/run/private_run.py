@@ -17,7 +17,7 @@ from pmlf.mechanism.sampling import LogicalBatch, PoissonBatches
 from pmlf.parallel.processes import Processes
 from pmlf.run.averaging import ParameterAverage
 from pmlf.run.callbacks import Callbacks, EndRecord, EvaluationRecord
-from pmlf.run.description import as_html, as_text, run_facts
+from pmlf.run.description import as_html, as_text, run_facts, saved_mechanism
 from pmlf.run.iteration import Batches, Epoch, Epochs, remaining_epochs
 from pmlf.run.scheduling import Interval
 from pmlf.run.together import affords, spend
@@ -128,6 +128,11 @@ class PrivateRun:
     def max_physical_batch_size(self) -> int:
         """The number of samples in memory at once."""
         return self._sampler.max_physical_batch_size
+
+    @property
+    def largest_batch(self) -> int | None:
+        """The number of records to which a larger draw is cut; None if nothing is cut."""
+        return self._sampler.largest_batch
 
     @property
     def between_steps(self) -> bool:
@@ -292,6 +297,8 @@ class PrivateRun:
             method=step.settings.method,
             clipping=step.settings.clipping,
             clip_norm=step.settings.clip_norm,
+            adaptive=step.settings.adaptive,
+            sum_multiplier=step.settings.sum_multiplier,
             records=self._sampler.population,
             expected_batch_size=step.settings.expected_batch_size,
             steps_done=self.steps_done,
@@ -300,6 +307,7 @@ class PrivateRun:
             independence=str(step.independence or "not looked at: no sample was seen since the run was built"),
             watched=step.watched,
             processes=self.processes.size,
+            largest_batch=self._sampler.largest_batch,
         )
         return certificate(run, self.budget)
 
@@ -315,7 +323,7 @@ class PrivateRun:
             raise RuntimeError("a step was interrupted between its release and the optimizer: load a saved state")
         self._refuse_foreign_releases()
         return {
-            "mechanism": self._mechanism(),
+            "mechanism": saved_mechanism(self),
             "max_physical_batch_size": self.max_physical_batch_size,
             "spending": self.budget.state_dict(),
             "sampler": self._sampler.state_dict(),
@@ -341,7 +349,7 @@ class PrivateRun:
         for name in _STATE:
             if name not in state:
                 raise ValueError(f"the state has no {name!r}: give what state_dict() of this version returned")
-        for name, value in self._mechanism().items():
+        for name, value in saved_mechanism(self).items():
             saved = state["mechanism"].get(name)
             if saved != value and not (name == "steps" and saved < value and self.budget.guards_longer_plans):
                 raise ValueError(
@@ -378,21 +386,3 @@ class PrivateRun:
                 "run.private_step was released or loaded outside of the run, and nothing accounts for it: load a saved "
                 "state of the run, and use run.step and run.load_state_dict"
             )
-
-    def _mechanism(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the saved one."""
-        step, plan = self.private_step, self.budget.plan
-        return {
-            "method": repr(step.settings.method),
-            "clipping": step.settings.clipping,
-            "records": self._sampler.population,
-            "expected_batch_size": step.settings.expected_batch_size,
-            "noise_multiplier": step.settings.noise_multiplier,
-            "clip_norm": step.settings.clip_norm,
-            "steps": plan.steps,
-            "delta": plan.delta,
-            "secure_noise": step.settings.secure_noise,
-            "target_epsilon": plan.target_epsilon,
-            # a number that follows from the seed and does not reveal it; None without a seed
-            "chance": step.randomness.seed_for("identity") if step.randomness.reproducible else None,
-        }

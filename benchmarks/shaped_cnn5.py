@@ -1,0 +1,216 @@
+"""Shaped noise against white noise at the same epsilon: CNN-5 on CIFAR-10, trained by `make_private`.
+
+    python benchmarks/shaped_cnn5.py run ../shared/data docs/results/shaped-cnn5.jsonl --minutes 40
+    python benchmarks/shaped_cnn5.py report docs/results/shaped-cnn5.jsonl
+
+Declared before the runs: expected batch size 1000, 400 steps (8 epochs), clip norm 0.1, delta 1e-5, constant rate, SGD,
+no augmentation, epsilon 8, then 4; the last iterate and an exponential average with decay 0.97 are both reported. The
+effective rate (rate times DC gain of the filter) of every method comes from one grid, chosen for each of the two on
+5,000 held-out training records, with a seed that the final runs do not use; trials are as long as final runs. Five
+final seeds on all 50,000 training records, paired between methods: a seed gives the initial weights, the draws and the
+noise. "shaped" has the number of bands that `pmlf.shapes.best` chooses for the epsilon, and is drawn cyclically.
+
+One line is written for a finished job, and a job with a line is not run again. A job that `--minutes` interrupts leaves
+its checkpoint beside the lines and goes on with the same bits in the next call. The order of the jobs: the whole grid
+at epsilon 8, its middle first; then one seed after the other over all methods; then epsilon 4 in the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from torch.utils.data import Subset
+
+from pmlf import checkpoint, data, evaluate, make_private, methods, models
+from pmlf.methods import Method
+from pmlf.shapes import best
+
+RECORDS, BATCH, STEPS, CLIP, DELTA, DECAY = 50_000, 1000, 400, 0.1, 1e-5, 0.97
+EPSILONS = (8.0, 4.0)
+GRID = (30.0, 60.0, 15.0)
+HELD_OUT, TUNING_SEED, SEEDS = 5000, 1000, (0, 1, 2, 3, 4)
+METRICS = ("last", "average")
+METHODS = ("dpsgd", "lp-dpsgd", "lp-dpsgd-shaped", "dp-pmlf", "dp-pmlf-shaped", "inner-outer")  # cheap ones first
+OURS = "dp-pmlf-shaped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training run."""
+
+    purpose: str
+    epsilon: float
+    method: str
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.purpose}-{self.epsilon:g}-{self.method}-{self.rate:g}-{self.seed}"
+
+
+def bands(epsilon: float) -> int:
+    return best(records=RECORDS, batch_size=BATCH, steps=STEPS, epsilon=epsilon, delta=DELTA).shape.bands
+
+
+def method_of(job: Job) -> Method:
+    if job.method.endswith("-shaped"):
+        return methods.PRESETS[job.method](bands=bands(job.epsilon))
+    return methods.resolve(job.method)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def scores(out: Path, **wanted: Any) -> dict[tuple[float, int], dict[str, float]]:
+    """The accuracies of finished jobs, by rate and seed."""
+    found = (line for line in lines(out) if all(line[name] == value for name, value in wanted.items()))
+    return {(line["rate"], line["seed"]): line["accuracy"] for line in found}
+
+
+def jobs(out: Path) -> Iterator[Job]:
+    """All jobs, in an order in which every prefix is useful. Final jobs follow from what the tuning wrote."""
+    for epsilon in EPSILONS:
+        for rate in GRID:
+            for method in METHODS:
+                yield Job(purpose="tuning", epsilon=epsilon, method=method, rate=rate, seed=TUNING_SEED)
+        for seed in SEEDS:
+            for method in METHODS:
+                for rate in sorted(set(chosen_rates(out, method, epsilon).values())):
+                    yield Job(purpose="final", epsilon=epsilon, method=method, rate=rate, seed=seed)
+
+
+def chosen_rates(out: Path, method: str, epsilon: float) -> dict[str, float]:
+    """By metric: the effective rate with the best accuracy on the held-out records."""
+    trials = scores(out, purpose="tuning", epsilon=epsilon, method=method)
+    return {metric: max(GRID, key=lambda rate: trials[rate, TUNING_SEED][metric]) for metric in METRICS}
+
+
+def split(data_dir: str, purpose: str) -> tuple[Any, Any]:
+    """The records that are trained on, and those that are judged."""
+    found = data.load("cifar10", data_dir)
+    assert len(found.train) == RECORDS
+    if purpose == "final":
+        return found.train, found.test
+    order = np.random.default_rng(0).permutation(RECORDS).tolist()
+    return Subset(found.train, order[HELD_OUT:]), Subset(found.train, order[:HELD_OUT])
+
+
+def train(job: Job, data_dir: str, saved: Path, deadline: float) -> dict[str, Any] | None:
+    """The record of a job; None if it ran out of time and left its state."""
+    training, judged = split(data_dir, job.purpose)
+    method = method_of(job)
+    model = models.build("cnn5", in_channels=3, image_size=32, classes=10, seed=job.seed)
+    run = make_private(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=job.rate / method.low_pass.dc_gain),
+        dataset=training,
+        loss_fn=torch.nn.CrossEntropyLoss(),
+        method=method,
+        target_epsilon=job.epsilon,
+        target_delta=DELTA,
+        batch_size=BATCH,
+        steps=STEPS,
+        clip_norm=CLIP,
+        ema=DECAY,
+        seed=job.seed,
+        collate_fn=data.collate,
+        max_physical_batch_size=250,
+    )
+    before = 0.0
+    if saved.exists():
+        state = checkpoint.load(saved)
+        before = state.pop("processor_seconds")
+        run.load_state_dict(state)
+    started = time.process_time()
+    for batch in run.batches():
+        run.step(batch)
+        if time.monotonic() > deadline and run.steps_done < STEPS:
+            seconds = before + time.process_time() - started
+            checkpoint.save(saved, run.state_dict() | {"processor_seconds": seconds})
+            return None
+    averaged = run.averaged_model()
+    assert averaged is not None
+    accuracy = {
+        name: evaluate(judge, judged, collate_fn=data.collate)
+        for name, judge in zip(METRICS, (model, averaged), strict=True)
+    }
+    return asdict(job) | {
+        "bands": method.noise.bands,
+        "noise_multiplier": run.private_step.settings.noise_multiplier,
+        "spent": run.epsilon(),
+        "accuracy": accuracy,
+        "processor_seconds": round(before + time.process_time() - started),
+    }
+
+
+def measure(data_dir: str, out: Path, minutes: float) -> None:
+    torch.set_num_threads(1)
+    deadline = time.monotonic() + 60 * minutes
+    names = tuple(Job.__dataclass_fields__)
+    for job in jobs(out):
+        if any(all(line[name] == getattr(job, name) for name in names) for line in lines(out)):
+            continue
+        if time.monotonic() > deadline:
+            return
+        saved = out.with_name(f"{out.stem}-{job.name}.safetensors")
+        record = train(job, data_dir, saved, deadline)
+        if record is None:
+            print(f"{job.name}: out of time, goes on from {saved.name}", flush=True)
+            return
+        with out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        saved.unlink(missing_ok=True)
+        print(job.name, record["accuracy"], flush=True)
+
+
+def report(out: Path) -> None:
+    """The tuning, means over the seeds that all methods have, and paired gains of shaped DP-PMLF, 95 % intervals."""
+    for epsilon in EPSILONS:
+        trials = {method: scores(out, purpose="tuning", epsilon=epsilon, method=method) for method in METHODS}
+        for method, found in trials.items():
+            for (rate, _), accuracy in found.items():
+                print(f"epsilon {epsilon:g}  tuning  {method:16} rate {rate:3g}", accuracy)
+        if any(len(found) < len(GRID) for found in trials.values()):
+            continue
+        for metric in METRICS:
+            finals = {}
+            for method in METHODS:
+                rate = chosen_rates(out, method, epsilon)[metric]
+                done = scores(out, purpose="final", epsilon=epsilon, method=method)
+                finals[method] = {seed: 100 * a[metric] for (at, seed), a in done.items() if at == rate}
+            seeds = sorted(set.intersection(*(set(found) for found in finals.values())))
+            for method in METHODS if seeds else ():
+                mean = np.mean([finals[method][seed] for seed in seeds])
+                gain = np.array([finals[OURS][seed] - finals[method][seed] for seed in seeds])
+                words = f"epsilon {epsilon:g}  {metric:8} {method:16} {mean:.2f} of {len(seeds)} seeds"
+                if method != OURS and len(seeds) > 1:
+                    half = stats.t.ppf(0.975, len(gain) - 1) * gain.std(ddof=1) / math.sqrt(len(gain))
+                    words += f", shaped dp-pmlf gains {gain.mean():.2f} +- {half:.2f}"
+                print(words)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run")
+    running.add_argument("data_dir")
+    running.add_argument("out", type=Path)
+    running.add_argument("--minutes", type=float, default=40.0)
+    commands.add_parser("report").add_argument("out", type=Path)
+    chosen = parser.parse_args()
+    if chosen.command == "run":
+        measure(chosen.data_dir, chosen.out, chosen.minutes)
+    else:
+        report(chosen.out)
