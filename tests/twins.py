@@ -137,6 +137,34 @@ def write_text_model(folder: Path, kind: str = "roberta", positions: int = 66) -
     return folder
 
 
+def write_language_model(folder: Path, positions: int = 32) -> Path:
+    """A GPT-2 of random weights with a tokenizer of the words above, as a folder that `transformers` reads."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    vocabulary = {word: index for index, word in enumerate(("<end>", "<unk>", *WORDS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unk>", model_max_length=1000
+    ).save_pretrained(folder)
+    config = GPT2Config(
+        vocab_size=len(vocabulary),
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=positions,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
 def write_vision_model(folder: Path, size: int = 24) -> Path:
     """A small image classifier of random weights, as a folder that `transformers` reads."""
     import torch

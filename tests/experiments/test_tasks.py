@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pmlf import data
-from pmlf.experiments import runner, tasks
+from pmlf.experiments import runner, splits, tasks
 from pmlf.experiments.spec import RunSpec
 
 QUICK = RunSpec(model="linear", steps=2, batch_size=20, noise_multiplier=1.0, seed=0)
@@ -34,7 +34,7 @@ def test_losses_are_the_cross_entropy_of_each_sample() -> None:
 
 def test_the_holdout_splits_the_training_records_and_leaves_the_test_records_alone() -> None:
     task = tasks.prepare(RunSpec(**{**vars(QUICK), "holdout": 0.25}))
-    kept, held = tasks.holdout_indices(12_000, 0.25)
+    kept, held = splits.holdout_indices(12_000, 0.25)
     assert list(task.judged_on) == ["holdout"] and task.records == 9_000
     assert sorted([*kept, *held]) == list(range(12_000))
     train = data.load().train
@@ -44,11 +44,11 @@ def test_the_holdout_splits_the_training_records_and_leaves_the_test_records_alo
 
 
 def test_the_holdout_depends_on_the_count_alone_and_mixes_the_records() -> None:
-    _, held = tasks.holdout_indices(1000, 0.1)
-    assert np.array_equal(held, tasks.holdout_indices(1000, 0.1)[1])
+    _, held = splits.holdout_indices(1000, 0.1)
+    assert np.array_equal(held, splits.holdout_indices(1000, 0.1)[1])
     assert held[:5].tolist() == [5, 19, 58, 71, 77]  # must never change: documented results depend on it
     assert abs(held.mean() - 500) < 100
-    assert set(held) < set(tasks.holdout_indices(1000, 0.2)[1])
+    assert set(held) < set(splits.holdout_indices(1000, 0.2)[1])
 
 
 def test_the_accountant_counts_the_records_that_are_left(tmp_path: Path) -> None:
@@ -62,4 +62,4 @@ def test_the_accountant_counts_the_records_that_are_left(tmp_path: Path) -> None
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 1e-9, float("nan")])
 def test_a_holdout_that_leaves_nothing_is_refused(fraction: float) -> None:
     with pytest.raises(ValueError, match="leaves one part empty"):
-        tasks.holdout_indices(1000, fraction)
+        splits.holdout_indices(1000, fraction)

@@ -23,24 +23,6 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _MOST_MOVES_NAMED = 3
 
 
-def percent(fraction: float | None) -> str:
-    """A fraction as a percentage.
-
-    >>> percent(0.8125)
-    '81.2 %'
-    """
-    return "-" if fraction is None else f"{100 * fraction:.1f} %"
-
-
-def accuracies(last: float | None, averaged: float | None) -> str:
-    """Accuracy of the last iterate, and of the parameter average (EMA) if there is one.
-
-    >>> accuracies(0.81, None), accuracies(0.81, 0.82)
-    ('81.0 %', '81.0 %, EMA 82.0 %')
-    """
-    return percent(last) if averaged is None else f"{percent(last)}, EMA {percent(averaged)}"
-
-
 def duration(seconds: float) -> str:
     """Seconds as text, with minutes from 60 s on.
 
@@ -110,7 +92,7 @@ def _scores(result: RunResult) -> list[tuple[str, str]]:
     for split, score in last.scores.items():
         line = score.in_words()
         if last.ema_scores is not None:
-            line += f", EMA {percent(last.ema_scores[split].accuracy)}"
+            line += f", EMA {last.ema_scores[split].brief()}"
         lines.append((f"{split} {score.metric}", line))
     return lines
 
@@ -126,7 +108,7 @@ def comparison_table(results: Sequence[RunResult]) -> Table:
         table.add_row(
             result.spec.method,
             f"{result.epsilon:.4g}",
-            percent(result.test_accuracy),
+            result.evaluations[-1].scores[result.split].brief() if result.evaluations else "-",
             duration(result.seconds),
             style="bold" if result.test_accuracy == best else None,
         )
@@ -283,12 +265,13 @@ def plot_accuracy(results: Sequence[RunResult], path: Path) -> None:
     for result in results:
         epochs = [evaluation.epoch for evaluation in result.evaluations]
         accuracies = [evaluation.test_accuracy for evaluation in result.evaluations]
-        axes.plot(epochs, accuracies, marker="o", label=f"{result.spec.method} ({percent(result.test_accuracy)})")
+        last = result.evaluations[-1].brief if result.evaluations else "-"
+        axes.plot(epochs, accuracies, marker="o", label=f"{result.spec.method} ({last})")
     first = results[0]
     axes.set(
         title=f"{first.spec.model} on {first.spec.dataset}, epsilon {first.epsilon:.3g}, delta {first.spec.delta:.3g}",
         xlabel="epoch",
-        ylabel=f"test {first.metric}",
+        ylabel="1 / test perplexity" if first.metric == "perplexity" else f"test {first.metric}",
     )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))

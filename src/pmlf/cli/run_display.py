@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from pmlf.cli.display import accuracies, percent, sparkline
+from pmlf.cli.display import sparkline
 from pmlf.experiments.results import Evaluation, RunObserver
 from pmlf.experiments.spec import RunSpec
 
@@ -58,7 +58,7 @@ class _Lines:
     def evaluated(self, evaluation: Evaluation) -> None:
         line = (
             f"{self._method}: step {evaluation.step}/{self._steps}, epsilon {evaluation.epsilon:.3g}, "
-            f"{evaluation.split} {evaluation.metric} {accuracies(evaluation.test_accuracy, evaluation.ema_accuracy)}"
+            f"{evaluation.split} {evaluation.metric} {evaluation.brief}"
             f"{_sensitive(evaluation.training_loss)}"
         )
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -80,7 +80,9 @@ class _Bar:
         self._progress.update(self._task, completed=step, facts=self._facts + _sensitive(training_loss))
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        self._facts = f"epsilon {evaluation.epsilon:.3g}, {evaluation.metric} {percent(evaluation.test_accuracy)}"
+        self._facts = (
+            f"epsilon {evaluation.epsilon:.3g}, {evaluation.metric} {evaluation.scores[evaluation.split].brief()}"
+        )
         self._progress.update(self._task, facts=self._facts + _sensitive(evaluation.training_loss))
 
 
@@ -106,14 +108,14 @@ class _Rows:
         self._bar.evaluated(evaluation)
 
     def render(self) -> Group:
-        table = Table("method", "test accuracy per epoch", "last", "epsilon", box=SIMPLE_HEAD)
+        table = Table("method", "test score per epoch", "last", "epsilon", box=SIMPLE_HEAD)
         for method, evaluations in self._evaluations.items():
             course = "" if self._ascii_only else sparkline([each.test_accuracy for each in evaluations])
             last = evaluations[-1] if evaluations else None
             table.add_row(
                 method,
                 course,
-                percent(last.test_accuracy) if last else "",
+                last.scores[last.split].brief() if last else "",
                 f"{last.epsilon:.3g}" if last else "",
                 style="bold" if method == self._running else None,
             )

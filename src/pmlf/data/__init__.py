@@ -3,10 +3,11 @@
 from pmlf.data.catalogue import DEFAULT, IMAGE_DATASETS, NAMES, TEXT_DATASETS, ImageSpec, TextSpec
 from pmlf.data.feature_files import FeatureForm
 from pmlf.data.images import SPLITS, ImageData, ImageDataset, ImageItems, collate, load
+from pmlf.data.language import CausalPadding, LanguageForm, load_language
 from pmlf.data.pixels import ImageForm
 from pmlf.data.sources import DATA_DIR_VARIABLE
 from pmlf.data.tables import CategoryColumn, NumberColumn, Schema, TableDataset, load_table
-from pmlf.data.targets import TASKS, Classes, LabelSet, Target, ValueRange
+from pmlf.data.targets import TASKS, AnyTarget, Classes, LabelSet, NextToken, Target, ValueRange
 from pmlf.data.texts import Columns, TextData, TextForm, TokenDataset, load_text
 
 __all__ = [
@@ -17,7 +18,9 @@ __all__ = [
     "SPLITS",
     "TASKS",
     "TEXT_DATASETS",
+    "AnyTarget",
     "CategoryColumn",
+    "CausalPadding",
     "Classes",
     "Columns",
     "FeatureForm",
@@ -27,6 +30,8 @@ __all__ = [
     "ImageItems",
     "ImageSpec",
     "LabelSet",
+    "LanguageForm",
+    "NextToken",
     "NumberColumn",
     "Schema",
     "TableDataset",
@@ -38,6 +43,7 @@ __all__ = [
     "ValueRange",
     "collate",
     "load",
+    "load_language",
     "load_table",
     "load_text",
 ]

@@ -1,4 +1,4 @@
-"""What a model predicts: one class, several labels, or a number. All names and ranges are declared, never collected.
+"""What a model predicts: one class, several labels, a number, or the next token. All of it is declared, not collected.
 
 A class that only one record has would show in the shape of the model, and a range that is computed from the records
 would be a release that the accountant does not see.
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SEPARATOR = "|"  # between the labels of one record
+IGNORED = -100  # a label that counts for nothing, as everywhere in transformers
 GIVE_LABELS = "give all possible `labels`, or remove the rows without one"
 
 
@@ -189,19 +190,53 @@ class ValueRange:
         return [{"prediction": value} for (value,) in activated.tolist()]
 
 
-Target = Classes | LabelSet | ValueRange
-_KINDS: dict[str, type[Classes] | type[LabelSet] | type[ValueRange]] = {
-    kind.task: kind for kind in (Classes, LabelSet, ValueRange)
+@dataclass(frozen=True, kw_only=True)
+class NextToken:
+    """The next token of a text, by a softmax over the vocabulary: one loss per text, the mean over its tokens.
+
+    >>> import torch
+    >>> logits, tokens = torch.zeros(1, 3, 5), torch.tensor([[4, 2, 0]])
+    >>> NextToken().losses(logits, tokens).exp()
+    tensor([5.])
+    """
+
+    task: ClassVar[str] = "causal-lm"
+
+    def losses(self, outputs: Tensor, truth: Tensor) -> Tensor:
+        """The mean cross-entropy of each text's tokens, each predicted from those before it.
+
+        Args:
+            outputs: Logits of shape (N, L, vocabulary).
+            truth: The tokens, of shape (N, L), -100 for padding.
+        """
+        return mean_over_tokens(outputs[:, :-1], truth[:, 1:])
+
+
+def mean_over_tokens(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Mean cross-entropy (N,) over the labelled tokens of each sequence; zero for a sequence without any."""
+    losses = token_losses(logits, labels, smoothing)
+    return losses.sum(1) / labels.ne(IGNORED).sum(1).clamp(min=1)
+
+
+def token_losses(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy (N, L) of each token; zero where the label is ignored."""
+    return F.cross_entropy(logits.mT, labels, reduction="none", ignore_index=IGNORED, label_smoothing=smoothing)
+
+
+Target = Classes | LabelSet | ValueRange  # of records with labels
+AnyTarget = Target | NextToken
+_KINDS: dict[str, type[Classes] | type[LabelSet] | type[ValueRange] | type[NextToken]] = {
+    kind.task: kind for kind in (Classes, LabelSet, ValueRange, NextToken)
 }
 TASKS = tuple(_KINDS)
 
 
-def target_to_json(target: Target) -> dict[str, Any]:
+def target_to_json(target: AnyTarget) -> dict[str, Any]:
     """The target as a document for JSON."""
     return {"task": target.task, **{name: value for name, value in asdict(target).items() if value is not None}}
 
 
-def target_from_json(document: Mapping[str, Any]) -> Target:
+def target_from_json(document: Mapping[str, Any]) -> AnyTarget:
     """The target that `target_to_json` wrote.
 
     >>> target_from_json(target_to_json(LabelSet(names=("a", "b")))) == LabelSet(names=("a", "b"))

@@ -55,6 +55,7 @@ class Served(nn.Module):
             outputs = self.model(**dict(zip(TEXT_INPUTS, inputs, strict=False))).logits
         else:
             outputs = self.model(inputs[0])
+        assert not isinstance(self._form.target, data.NextToken)  # `write` refuses it
         return self._form.target.activated(outputs)
 
 
@@ -77,6 +78,11 @@ def write(folder: Path, kind: str, out: Path, *, average: bool = False) -> dict[
         ValueError: If the folder holds no model, a package is missing, or the certificate does not hold.
     """
     released = load(folder, average=average)
+    if kind != "hub" and isinstance(released.form.target, data.NextToken):
+        raise ValueError(
+            f"format={kind!r} is for models that classify, and this one continues texts: give format='hub', or use "
+            "pmlf.load(...).model with the exporters of transformers"
+        )
     return _WRITERS[kind](released, folder, out, AVERAGED_WEIGHTS if average else WEIGHTS)
 
 
@@ -187,6 +193,7 @@ def _example(released: ReleasedModel) -> tuple[tuple[str, ...], tuple[Tensor, ..
         return ("features",), (torch.zeros(_ROWS, len(form.features)),)
     if isinstance(form, data.ImageForm):
         return ("pixels",), (torch.zeros(_ROWS, form.channels, form.size, form.size, dtype=torch.uint8),)
+    assert isinstance(form, data.TextForm)
     names = tuple(name for name in TEXT_INPUTS if name in released.tokenizer.model_input_names)
     tokens = torch.ones(_ROWS, min(_TOKENS, form.longest), dtype=torch.int64)
     return names, tuple(torch.zeros_like(tokens) if name == "token_type_ids" else tokens.clone() for name in names)

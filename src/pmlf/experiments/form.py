@@ -17,7 +17,7 @@ from pmlf import data, models
 from pmlf.basics.files import write_atomically
 from pmlf.data.targets import target_from_json, target_to_json
 from pmlf.experiments.linear_model import rebuilt_linear
-from pmlf.models.pretrained import SEQUENCES, Tuning, rebuilt
+from pmlf.models.pretrained import LANGUAGE, SEQUENCES, Tuning, rebuilt
 from pmlf.models.vision import rebuilt_image_classifier
 
 FORM_FILE = "model.json"
@@ -25,7 +25,7 @@ WEIGHTS = "model.safetensors"
 PRETRAINED_FOLDER = "pretrained"
 _FORMAT = 1
 
-Inputs = data.ImageForm | data.TextForm | data.Schema | data.FeatureForm
+Inputs = data.ImageForm | data.TextForm | data.LanguageForm | data.Schema | data.FeatureForm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +44,18 @@ class ModelForm:
 
     model: str
     inputs: Inputs
-    target: data.Target
+    target: data.AnyTarget
     tuning: Tuning = field(default_factory=Tuning)
     pretrained: bool = False
     metrics: tuple[str, ...] = ("accuracy",)
     linear: bool = False
 
     def outputs(self, model: nn.Module, batch: Any) -> Tensor:
-        """The outputs (N, width) of a model for a batch."""
+        """The outputs (N, width) of a model for a batch; of a language model, (N, tokens, vocabulary)."""
         if self.linear:
             found: Tensor = model(batch)
             return found
-        if not isinstance(self.inputs, data.TextForm):
+        if not isinstance(self.inputs, data.TextForm | data.LanguageForm):
             plain: Tensor = model(batch[0])
             return plain
         logits: Tensor = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
@@ -63,12 +63,16 @@ class ModelForm:
 
     def truth(self, batch: Any) -> Tensor:
         """The labels of a batch."""
-        labels: Tensor = batch["labels"] if isinstance(self.inputs, data.TextForm) else batch[1]
+        texts = isinstance(self.inputs, data.TextForm | data.LanguageForm)
+        labels: Tensor = batch["labels"] if texts else batch[1]
         return labels
 
     def build(self, folder: Path) -> nn.Module:
         """The model, with weights that are still to be loaded. `folder` holds the configuration of a pretrained one."""
-        inputs, outputs = self.inputs, self.target.width
+        inputs = self.inputs
+        if isinstance(self.target, data.NextToken):
+            return rebuilt(folder / PRETRAINED_FOLDER, LANGUAGE, self.tuning)
+        outputs = self.target.width
         if self.linear:
             return rebuilt_linear(folder, folder / WEIGHTS, folder / PRETRAINED_FOLDER, inputs, self.target)
         assert not isinstance(inputs, data.FeatureForm)
@@ -78,6 +82,7 @@ class ModelForm:
             return models.build_for_table(self.model, features=len(inputs.features), outputs=outputs, seed=0)
         if self.pretrained:
             return rebuilt_image_classifier(folder / PRETRAINED_FOLDER, self.tuning)
+        assert isinstance(inputs, data.ImageForm)
         return models.build(self.model, in_channels=inputs.channels, image_size=inputs.size, classes=outputs, seed=0)
 
     def write(self, folder: Path) -> None:
@@ -141,6 +146,7 @@ class ModelForm:
 _KINDS: dict[str, Any] = {
     "image": data.ImageForm,
     "text": data.TextForm,
+    "language": data.LanguageForm,
     "table": data.Schema,
     "features": data.FeatureForm,
 }

@@ -24,7 +24,8 @@ from pmlf.data.texts import Padding
 from pmlf.experiments.form import ModelForm
 from pmlf.experiments.linear_model import IMAGES, SENTENCES, SYNTHETIC, PriorEncoder
 from pmlf.experiments.spec import RunSpec
-from pmlf.experiments.tasks import HOLDOUT, declared_target, holdout_indices, pretrained_form, text_columns
+from pmlf.experiments.splits import HOLDOUT, holdout_indices
+from pmlf.experiments.tasks import declared_target, pretrained_form, text_columns
 from pmlf.filters import LowPass
 from pmlf.models.encoders import ImageEncoder, SentenceEncoder
 from pmlf.priors import ImagePrior, PriorSpec
@@ -242,7 +243,7 @@ def _encoder_of(spec: RunSpec) -> str:
     return spec.model
 
 
-def _classes(target: data.Target) -> data.Classes:
+def _classes(target: data.AnyTarget) -> data.Classes:
     if not isinstance(target, data.Classes):
         raise ValueError(f"a linear model on features takes classes, not task={target.task!r}: leave `task` out")
     return target

@@ -17,10 +17,11 @@ def shown_default(text: str, metavar: str | None = None) -> Any:
 class OwnData:
     """Your own data. You declare classes, ranges and categories: nothing is computed from the private records."""
 
-    task: Annotated[Literal["classification", "multilabel", "regression"] | None, shown_default("classification")] = (
-        None
-    )
-    """What a label is: one class, several classes at once (written as `a|b` in one cell), or a number."""
+    task: Annotated[
+        Literal["classification", "multilabel", "regression", "causal-lm"] | None, shown_default("classification")
+    ] = None
+    """What a label is: one class, several classes at once (written as `a|b` in one cell), or a number. causal-lm: there
+    are no labels; a language model learns to continue texts, and is judged by perplexity."""
 
     labels: Annotated[tuple[str, ...] | None, shown_default("none", "LABEL LABEL [LABEL ...]")] = None
     """All possible classes, in the order of the model's outputs.
@@ -53,8 +54,8 @@ class OwnData:
 class PretrainedOptions:
     """Models of the package transformers, for texts and images."""
 
-    lora_rank: Annotated[int | None, shown_default("none, train all weights")] = None
-    """LoRA: train updates of this rank for every linear layer, and the new head."""
+    lora_rank: Annotated[int | None, shown_default("none, train all weights; 8 for causal-lm")] = None
+    """LoRA: train updates of this rank for every linear layer, and the new head. causal-lm: 0 trains all weights."""
 
     head_only: bool = False
     """Train the new head alone and freeze the pretrained weights."""

@@ -152,7 +152,7 @@ class _Training:
         settings = ProbeSettings(
             **{**splits.recipe(spec.epsilon), "steps": spec.steps},
             head="softmax",
-            outputs=splits.form.target.width,
+            outputs=len(splits.names),
             records=len(splits.labels),
             epsilon=spec.epsilon,
             delta=spec.delta,
@@ -207,7 +207,7 @@ class _Training:
         return result
 
     def _evaluation(self, training: ProbeTraining) -> Evaluation:
-        model, classes = training.model(), self._splits.form.target.width
+        model, classes = training.model(), len(self._splits.names)
         scores: dict[str, Score] = {}
         for split, (features, labels) in self._splits.judged_on.items():
             found = model.scores(FeatureRows(features)).argmax(dim=1)

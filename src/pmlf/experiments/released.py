@@ -19,18 +19,22 @@ from pmlf import data
 from pmlf.basics.batches import to_device
 from pmlf.data.feature_files import load_features, load_unlabelled
 from pmlf.data.images import load_split
+from pmlf.data.language import padding_id
 from pmlf.data.pixels import IMAGE_SUFFIXES
 from pmlf.data.sources import READERS, own_source
 from pmlf.data.tables import columns_of
 from pmlf.data.texts import Padding, column_of_texts
 from pmlf.experiments.form import PRETRAINED_FOLDER, WEIGHTS, ModelForm
-from pmlf.experiments.scoring import BATCH_SIZE, AnyScore, scored
-from pmlf.experiments.tasks import by_length
+from pmlf.experiments.scoring import BATCH_SIZE, scored
+from pmlf.experiments.splits import by_length
 from pmlf.models.text import load_tokenizer
+from pmlf.run.evaluation import AnyScore
 
 AVERAGED_WEIGHTS = "model-ema.safetensors"
 CERTIFICATE = "certificate.json"
 _INPUT = "input"
+_CONTINUED = 32  # tokens
+_NO_LABEL = torch.tensor(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +55,9 @@ class ReleasedModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the classes or labels; empty for a model that predicts a number."""
-        return () if isinstance(self.form.target, data.ValueRange) else self.form.target.names
+        """The names of the classes or labels; empty for a model that predicts a number or continues texts."""
+        target = self.form.target
+        return target.names if isinstance(target, data.Classes | data.LabelSet) else ()
 
     def batch(self, inputs: Any) -> Any:
         """Inputs as the batch that the model takes.
@@ -68,15 +73,30 @@ class ReleasedModel:
             return (torch.from_numpy(form.encode(columns_of(inputs, form.names))),)
         if isinstance(form, data.TextForm):
             return self._text_batch(form, list(inputs))
+        if isinstance(form, data.LanguageForm):
+            return self._language_batch(form, list(inputs))
         return (form.normalised(np.stack([_pixels(form, image) for image in inputs])),)
 
     def probabilities(self, inputs: Any) -> Tensor:
-        """The probabilities (N, classes) of the inputs that `batch` takes, or the predicted numbers (N, 1)."""
-        return self._activated(self.batch(inputs))
+        """The probabilities (N, classes) of the inputs that `batch` takes, or the predicted numbers (N, 1).
+
+        Raises:
+            ValueError: If the model is a language model, which has no classes.
+        """
+        target = self.form.target
+        if isinstance(target, data.NextToken):
+            raise ValueError("a language model has no classes: use `predict` for continuations, or `model` for logits")
+        return target.activated(self._outputs(self.batch(inputs)).cpu())
 
     def predict(self, inputs: Any) -> list[dict[str, Any]]:
-        """The prediction for each input, with the probability of every class. The inputs are those of `batch`."""
-        return self.form.target.rows(self.probabilities(inputs))
+        """The prediction for each input, with the probability of every class. The inputs are those of `batch`.
+
+        A language model continues each text by at most 32 tokens, each the most probable one.
+        """
+        target = self.form.target
+        if isinstance(target, data.NextToken):
+            return [{"prediction": self._continued(text)} for text in inputs]
+        return target.rows(self.probabilities(inputs))
 
     def predict_files(self, paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
         """The prediction for each record of files, beginning with its `input`: a file, or a file and a row.
@@ -114,6 +134,10 @@ class ReleasedModel:
             ValueError: If the dataset cannot be read or does not fit the model.
         """
         form, target = self.form.inputs, self.form.target
+        if isinstance(form, data.LanguageForm) or isinstance(target, data.NextToken):
+            assert isinstance(form, data.LanguageForm)
+            tokens = data.load_language(dataset, split, self.tokenizer, form)
+            return scored(self.form, self.model, by_length(tokens), data.CausalPadding(padding_id(self.tokenizer)))
         if isinstance(form, data.FeatureForm):
             return scored(self.form, self.model, _labelled(form, target, dataset, label_column), None)
         if isinstance(form, data.Schema):
@@ -127,10 +151,31 @@ class ReleasedModel:
         found = texts.tokenised(split, self.tokenizer, longest=form.longest, cut=form.cut)
         return scored(self.form, self.model, by_length(found), Padding(self.tokenizer.pad_token_id))
 
-    def _activated(self, batch: Any) -> Tensor:
+    def _outputs(self, batch: Any) -> Tensor:
         with torch.inference_mode():
-            outputs = self.form.outputs(self.model, to_device(batch, next(self.model.parameters()).device))
-            return self.form.target.activated(outputs).cpu()
+            return self.form.outputs(self.model, to_device(batch, next(self.model.parameters()).device))
+
+    def _continued(self, text: str) -> str:
+        """The most probable continuation of a text, token by token, until its end or the longest."""
+        assert isinstance(self.form.inputs, data.LanguageForm)
+        tokens = list(self.tokenizer(text, verbose=False)["input_ids"]) or [padding_id(self.tokenizer)]
+        given = len(tokens)
+        while len(tokens) < min(given + _CONTINUED, self.form.inputs.longest):
+            best = int(self._outputs({"input_ids": torch.tensor([tokens])})[0, -1].argmax())
+            if best == self.tokenizer.eos_token_id:
+                break
+            tokens.append(best)
+        continued: str = self.tokenizer.decode(tokens[given:], skip_special_tokens=True)
+        return continued
+
+    def _language_batch(self, form: data.LanguageForm, texts: Sequence[Any]) -> dict[str, Tensor]:
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("the model takes texts: give a list of them")
+        found = form.tokens(self.tokenizer, texts, "the inputs")
+        batch = data.CausalPadding(padding_id(self.tokenizer))(
+            [(torch.tensor(each), None, _NO_LABEL) for each in found]
+        )
+        return {name: tensor for name, tensor in batch.items() if name != "labels"}
 
     def _text_batch(self, form: data.TextForm, texts: Sequence[Any]) -> dict[str, Tensor]:
         firsts = texts if form.pair is None else [text[0] for text in texts]
@@ -166,23 +211,24 @@ class ReleasedModel:
                 number += 1
                 yield {_INPUT: f"{path.name}:{number}", **row}
 
-    def _read(self, path: Path, form: data.TextForm | data.Schema) -> Iterator[Any]:
+    def _read(self, path: Path, form: data.TextForm | data.LanguageForm | data.Schema) -> Iterator[Any]:
         """The records of a file, part by part, as `predict` takes them."""
-        is_text = isinstance(form, data.TextForm)
+        is_text = not isinstance(form, data.Schema)
         if is_text and path.suffix == ".txt":
             yield from _parts(path.read_text(encoding="utf-8").splitlines())
             return
         if not path.is_file() or path.suffix not in READERS:
             kinds = (".txt", *READERS) if is_text else tuple(READERS)
             raise ValueError(f"{str(path)!r} is not a file that the model takes: give a {', '.join(kinds)} file")
-        names = form.names if isinstance(form, data.Schema) else tuple(filter(None, (form.text, form.pair)))
+        pair = form.pair if isinstance(form, data.TextForm) else None
+        names = form.names if isinstance(form, data.Schema) else tuple(filter(None, (form.text, pair)))
         source = own_source(path)
         for table in source.tables("train", dict.fromkeys(names, None)):
             if isinstance(form, data.Schema):
                 yield {name: table.column(name).to_pylist() for name in names}
             else:
                 found = [column_of_texts(table, name, source.name) for name in names]
-                yield found[0] if form.pair is None else list(zip(*found, strict=True))
+                yield found[0] if pair is None else list(zip(*found, strict=True))
 
 
 def load(folder: Path | str, *, average: bool = False, device: str = "cpu") -> ReleasedModel:
@@ -212,7 +258,7 @@ def load(folder: Path | str, *, average: bool = False, device: str = "cpu") -> R
         model.load_state_dict(safetensors.torch.load_file(weights))
     except (RuntimeError, SafetensorError) as error:
         raise ValueError(f"{str(weights)!r} does not fit the model in {str(path)!r}: restore the folder") from error
-    text = isinstance(form.inputs, data.TextForm)
+    text = isinstance(form.inputs, data.TextForm | data.LanguageForm)
     certificate = path / CERTIFICATE
     return ReleasedModel(
         model=model.to(device).eval(),

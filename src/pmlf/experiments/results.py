@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pmlf.experiments.spec import RunSpec
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from pmlf.experiments.scoring import AnyScore
+    from pmlf.run.evaluation import AnyScore
 
 SENSITIVE_NOTE = "sensitive: computed from private data before noise, not covered by epsilon"
 
@@ -37,7 +37,7 @@ class Evaluation:
 
     @property
     def metric(self) -> str:
-        """What `test_accuracy` is: the accuracy, that of several labels, or R2 of predicted numbers."""
+        """What the scores are: accuracy, that of several labels, R2 of predicted numbers, or perplexity of texts."""
         return self.scores[self.split].metric
 
     @property
@@ -47,6 +47,12 @@ class Evaluation:
     @property
     def ema_accuracy(self) -> float | None:
         return None if self.ema_scores is None else self.ema_scores[self.split].accuracy
+
+    @property
+    def brief(self) -> str:
+        """The main score of the last iterate, and of the parameter average (EMA) if there is one."""
+        averaged = "" if self.ema_scores is None else f", EMA {self.ema_scores[self.split].brief()}"
+        return self.scores[self.split].brief() + averaged
 
     def numbers(self) -> dict[str, float]:
         """The scores by name, such as "test/accuracy", for callbacks. The training loss is not among them."""

@@ -27,7 +27,12 @@ DEFAULT_EPOCHS = 4.0
 DEFAULT_BATCH_SIZE = 500
 USUAL_DELTA = 1e-5
 OPTIMIZERS = ("sgd", "adam")
-DEFAULT_MODELS = {"image": "cnn5", "text": "FacebookAI/roberta-base", "table": "mlp"}
+DEFAULT_MODELS = {
+    "image": "cnn5",
+    "text": "FacebookAI/roberta-base",
+    "language": "openai-community/gpt2",
+    "table": "mlp",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,9 +199,11 @@ class Setting(Budget):
 
     @property
     def kind(self) -> str:
-        """The kind of records: image, text or table. Your own are texts or tables if their columns are given."""
+        """The kind of records: image, text, language or table. Your own are texts or tables if columns are given."""
         from pmlf.data.catalogue import TEXT_DATASETS
 
+        if self.own.task == "causal-lm":
+            return "language"
         if self.dataset in TEXT_DATASETS or self.own.text_column is not None:
             return "text"
         return "image" if self.own.columns is None and self.own.schema is None else "table"

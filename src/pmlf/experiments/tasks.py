@@ -11,26 +11,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from pmlf import data, models
 from pmlf.basics.arguments import require_count
 from pmlf.data.images import described
+from pmlf.data.language import judged_splits
 from pmlf.data.sources import own_source
 from pmlf.data.texts import Padding
 from pmlf.engine.augmentation import Augmentation, shifted_crops
+from pmlf.experiments import splits
 from pmlf.experiments.form import PRETRAINED_FOLDER, ModelForm
 from pmlf.experiments.options import OwnData
-from pmlf.experiments.scoring import AnyScore, scored
+from pmlf.experiments.scoring import scored
 from pmlf.experiments.spec import RunSpec
-from pmlf.mechanism.noise import Stream
+from pmlf.experiments.splits import by_length, length, lengths
 from pmlf.models.pretrained import Tuning
-from pmlf.models.text import load_classifier
+from pmlf.models.text import load_classifier, load_language_model
 from pmlf.models.vision import ImageInput, load_image_classifier
+from pmlf.run.evaluation import AnyScore
 
 SHIFTED_PART = 8  # augmentation shifts images by up to 1/8 of their side
-HOLDOUT = "holdout"
-_PUBLIC_KEY = bytes(32)  # of the permutation that splits a training set: public and always the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Task:
     @property
     def records(self) -> int:
         """The number n of training records."""
-        return _length(self.train)
+        return length(self.train)
 
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of each sample."""
@@ -58,7 +59,7 @@ class Task:
     def unprotected(self, count: int) -> Any:
         """A batch of the first evaluation records, which epsilon does not protect."""
         records = next(iter(self.judged_on.values()))
-        require_count("examples", count, "it is a number of evaluation records", least=2, most=_length(records))
+        require_count("examples", count, "it is a number of evaluation records", least=2, most=length(records))
         return (self.collate_fn or default_collate)([records[index] for index in range(count)])
 
     def scores(self, model: nn.Module) -> dict[str, AnyScore]:
@@ -226,7 +227,7 @@ def _text_task(spec: RunSpec, data_dir: Path | None) -> Task:
         train=train,
         judged_on={split: by_length(records) for split, records in judged_on.items()},
         collate_fn=Padding(text_model.pad_id),
-        lengths=_lengths(train),
+        lengths=lengths(train),
         save_pretrained=text_model.save,
     )
 
@@ -243,6 +244,51 @@ def text_columns(spec: RunSpec) -> data.Columns | None:
         raise ValueError("text_column needs `labels`: give all possible labels, in class order")
     return data.Columns(
         text=own.text_column, pair=own.text_pair_column, label=own.label_column or "label", target=target
+    )
+
+
+# --- texts to continue
+
+DEFAULT_LORA_RANK = 8
+DEFAULT_HOLDOUT = 0.1
+
+
+def _language_task(spec: RunSpec, data_dir: Path | None) -> Task:
+    own, given = spec.own, spec.pretrained
+    if own.text_column is None:
+        raise ValueError("task='causal-lm' needs `text_column`: give the column of the texts in your table")
+    _refuse_given(
+        "tasks with labels", {name: getattr(own, name) for name in ("labels", "label_column", "target_range")}
+    )
+    rank = DEFAULT_LORA_RANK if given.lora_rank is None else given.lora_rank
+    tuning = Tuning(lora_rank=rank or None)
+    loaded = load_language_model(spec.model_name, seed=spec.seed, tuning=tuning)
+    longest = loaded.longest
+    if given.max_length is not None:
+        require_count("max_length", given.max_length, "it is the number of tokens to keep", least=2)
+        longest = min(longest, given.max_length)
+    form = data.LanguageForm(text=own.text_column, longest=longest, cut=given.max_length is not None)
+
+    def tokens(name: str) -> data.TokenDataset:
+        return data.load_language(spec.dataset, name, loaded.tokenizer, form)
+
+    judged = {name: tokens(name) for name in judged_splits(spec.dataset)}
+    train, judged_on = _split(spec, tokens("train"), judged, None if judged else DEFAULT_HOLDOUT)
+    return Task(
+        model=loaded.model,
+        form=ModelForm(
+            model=Path(spec.model_name).name,
+            inputs=form,
+            target=data.NextToken(),
+            tuning=tuning,
+            pretrained=True,
+            metrics=("perplexity",),
+        ),
+        train=train,
+        judged_on={name: by_length(records) for name, records in judged_on.items()},
+        collate_fn=data.CausalPadding(loaded.pad_id),
+        lengths=lengths(train),
+        save_pretrained=loaded.save,
     )
 
 
@@ -286,8 +332,21 @@ _KINDS = {
         takes=frozenset({"text_column", "text_pair_column", "max_length"}) | _PRETRAINED,
         prepare=_text_task,
     ),
+    "language": _Kind(
+        name="task='causal-lm'",
+        takes=frozenset({"text_column", "max_length", "lora_rank"}),
+        prepare=_language_task,
+    ),
     "table": _Kind(name="tables", takes=frozenset({"columns", "schema"}), prepare=_table_task),
 }
+
+
+def _split(
+    spec: RunSpec, train: Dataset[Any], judged_on: Mapping[str, Dataset[Any]], holdout: float | None = None
+) -> tuple[Dataset[Any], Mapping[str, Dataset[Any]]]:
+    """Training and evaluation records. `holdout` is what to hold out if the spec does not say."""
+    held_out = holdout if spec.holdout is None else spec.holdout
+    return splits.split(train, judged_on, most=spec.records, holdout=held_out)
 
 
 def _refuse_unjudged(spec: RunSpec, judged_on: Mapping[str, Dataset[Any]]) -> None:
@@ -307,56 +366,3 @@ def _load_images(
 ) -> data.ImageData:
     """Load a dataset, cached for the next method of a comparison."""
     return data.load(dataset, data_dir, form=form, target=target, label_column=label_column)
-
-
-def _first(records: int | None, split: Dataset[Any]) -> Dataset[Any]:
-    """The first `records` records of a split, or all if there are fewer."""
-    if records is None:
-        return split
-    require_count("records", records, "it is the number of records to use")
-    return Subset(split, range(min(records, _length(split))))
-
-
-def _split(
-    spec: RunSpec, train: Dataset[Any], judged_on: Mapping[str, Dataset[Any]]
-) -> tuple[Dataset[Any], Mapping[str, Dataset[Any]]]:
-    """Training and evaluation records: the published splits, or both from the training split if there is a holdout."""
-    train = _first(spec.records, train)
-    if spec.holdout is None:
-        return train, {split: _first(spec.records, records) for split, records in judged_on.items()}
-    kept, held = holdout_indices(_length(train), spec.holdout)
-    return Subset(train, kept.tolist()), {HOLDOUT: Subset(train, held.tolist())}
-
-
-def _lengths(records: Dataset[Any]) -> NDArray[np.int64]:
-    """The number of tokens of each record, also of a subset."""
-    if isinstance(records, Subset):
-        return _lengths(records.dataset)[np.asarray(records.indices)]
-    assert isinstance(records, data.TokenDataset)
-    return records.lengths
-
-
-def by_length(records: Dataset[Any]) -> Dataset[Any]:
-    """The same records sorted by length, so that batches need little padding."""
-    return Subset(records, np.argsort(_lengths(records), kind="stable").tolist())
-
-
-def _length(records: Dataset[Any]) -> int:
-    return len(records)  # type: ignore[arg-type]  # map-style datasets have one
-
-
-def holdout_indices(records: int, fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices to train on and indices held out, by a permutation that depends only on the number of records.
-
-    >>> kept, held = holdout_indices(10, 0.3)
-    >>> len(held), sorted([*kept, *held]) == list(range(10))
-    (3, True)
-    """
-    count = round(fraction * records) if 0.0 < fraction < 1.0 else 0
-    if not 0 < count < records:
-        raise ValueError(
-            f"holdout={fraction} of {records} records leaves one part empty: give a fraction between 0 and 1, such as "
-            "0.1"
-        )
-    permutation = np.argsort(Stream(_PUBLIC_KEY).words(records), kind="stable")
-    return np.sort(permutation[count:]), np.sort(permutation[:count])

@@ -20,6 +20,7 @@ from pmlf.basics.hub import snapshot
 
 SEQUENCES = "AutoModelForSequenceClassification"
 IMAGES = "AutoModelForImageClassification"
+LANGUAGE = "AutoModelForCausalLM"
 _ATTENTION_KEYS = ("attn_implementation", "_attn_implementation")  # both can name a kernel on the hub
 _FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]  # no pickles: they can run code
 
@@ -69,13 +70,14 @@ def folder_of(name: str, needs: str) -> Path:
     return folder
 
 
-def pretrained(folder: Path, auto_class: str, *, outputs: int) -> Any:
-    """A model with pretrained weights and a new head of `outputs` outputs, in eval mode."""
+def pretrained(folder: Path, auto_class: str, *, outputs: int | None) -> Any:
+    """A model with pretrained weights and a new head of `outputs` outputs, None for the old head, in eval mode."""
     transformers = transformers_for(str(folder))
+    head = {} if outputs is None else {"num_labels": outputs}
     with quiet():
         model = getattr(transformers, auto_class).from_pretrained(
             folder,
-            num_labels=outputs,
+            **head,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,  # the default, None, asks on the terminal
@@ -194,6 +196,9 @@ def _with_lora(model: Any, rank: int) -> nn.Module:
     common: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0}
     if "SequenceClassification" in type(model).__name__:
         config = peft.LoraConfig(task_type=peft.TaskType.SEQ_CLS, target_modules="all-linear", **common)
+    elif type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        common["fan_in_fan_out"] = any(type(module).__name__ == "Conv1D" for module in model.modules())  # GPT-2's
+        config = peft.LoraConfig(task_type=peft.TaskType.CAUSAL_LM, target_modules="all-linear", **common)
     else:  # peft has no such task for images: name the backbone's layers and the head
         prefix = model.base_model_prefix
         layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

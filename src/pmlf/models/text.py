@@ -1,4 +1,4 @@
-"""Text classifiers of `transformers`, from the hub or a local folder, trained fully, by their head or with LoRA."""
+"""Text classifiers and language models of `transformers`, from the hub or a folder: all weights, the head or LoRA."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from pmlf.data.language import padding_id
 from pmlf.models.pretrained import (
+    LANGUAGE,
     SEQUENCES,
     Tuning,
     folder_of,
@@ -21,11 +23,12 @@ from pmlf.models.pretrained import (
 from pmlf.models.seeding import seeded
 
 _NEEDS = "config.json, model.safetensors and a tokenizer"
+_UNLIMITED = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextModel:
-    """A classifier, its tokenizer, and the largest number of tokens it accepts."""
+    """A model, its tokenizer, and the largest number of tokens it accepts."""
 
     model: nn.Module
     tokenizer: Any
@@ -76,6 +79,37 @@ def load_classifier(
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return TextModel(model=tuned.eval(), tokenizer=tokenizer, longest=longest, pad_id=tokenizer.pad_token_id)
+
+
+def load_language_model(name: str, *, seed: int | None = None, tuning: Tuning) -> TextModel:
+    """Load a pretrained causal language model with its head, in eval mode.
+
+    Args:
+        name: A model on the hub, or a folder with config.json, model.safetensors and a tokenizer.
+        seed: Determines the new weights of LoRA. None: torch's global generator.
+        tuning: Which weights are trained.
+
+    Raises:
+        ValueError: If the model needs its own code, is an adapter of another model, cannot be read, or has fewer
+            embeddings than its tokenizer has tokens.
+    """
+    folder = folder_of(name, _NEEDS)
+    try:
+        tokenizer = load_tokenizer(folder)
+        with seeded(seed):
+            model = pretrained(folder, LANGUAGE, outputs=None)
+            tuned = tuning.applied(model)
+    except (OSError, ValueError) as error:
+        raise unreadable(name, "a causal language model", _NEEDS, error) from error
+    embedded = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > embedded:
+        raise ValueError(
+            f"the tokenizer of {name!r} has {len(tokenizer)} tokens and the model {embedded} embeddings: give a folder "
+            "in which they fit"
+        )
+    positions = getattr(model.config, "max_position_embeddings", None) or _UNLIMITED  # None: recurrent models
+    longest = min(int(tokenizer.model_max_length), positions)
+    return TextModel(model=tuned.eval(), tokenizer=tokenizer, longest=longest, pad_id=padding_id(tokenizer))
 
 
 def load_tokenizer(folder: Path) -> Any:

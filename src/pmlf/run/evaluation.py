@@ -1,4 +1,4 @@
-"""Test scores of a model: accuracy with its 95 % interval, accuracy by class, F1; errors of predicted numbers.
+"""Test scores of a model: accuracy with its 95 % interval, accuracy by class, F1; errors of numbers; perplexity.
 
 The noise does not protect them.
 """
@@ -56,6 +56,10 @@ class Score:
         found = {"accuracy": self.accuracy, "accuracy_low": low, "accuracy_high": high}
         return found if self.f1 is None else {**found, "f1": self.f1}
 
+    def brief(self) -> str:
+        """The accuracy."""
+        return f"{100 * self.accuracy:.1f} %"
+
     def in_words(self) -> str:
         """The accuracy with its interval, and F1 if there is one."""
         low, high = self.interval
@@ -102,6 +106,10 @@ class ValueScore:
         names = ("r2", "mean_absolute_error", "root_mean_squared_error")
         return {name: getattr(self, name) for name in names}
 
+    def brief(self) -> str:
+        """R2 as a percentage."""
+        return f"{100 * self.r2:.1f} %"
+
     def in_words(self) -> str:
         """R2, and the mean absolute error with its interval."""
         low, high = self.interval
@@ -109,8 +117,60 @@ class ValueScore:
         return f"{self.r2:.3f}, {error}"
 
 
-def score_from_json(document: Mapping[str, Any]) -> Score | ValueScore:
-    """The score of a document that the `to_json` of either kind made."""
+@dataclass(frozen=True, kw_only=True)
+class LanguageScore:
+    """Scores of a language model.
+
+    Attributes:
+        records: the number of texts.
+        tokens: the number of tokens that were predicted.
+        perplexity: exp(mean cross-entropy of a token).
+        interval: its 95 % interval over texts, by the normal approximation of a ratio of means.
+    """
+
+    metric: ClassVar[str] = "perplexity"
+    records: int
+    tokens: int
+    perplexity: float
+    interval: tuple[float, float]
+
+    @property
+    def accuracy(self) -> float:
+        """1 / perplexity, the counterpart of the accuracy: the geometric mean of the next tokens' probabilities."""
+        return 1 / self.perplexity
+
+    def to_json(self) -> dict[str, Any]:
+        """The score as a document for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> LanguageScore:
+        """The score of a document that `to_json` made."""
+        low, high = document["interval"]
+        return LanguageScore(**{**document, "interval": (low, high)})
+
+    def numbers(self) -> dict[str, float]:
+        """The perplexity and the ends of its interval by name."""
+        low, high = self.interval
+        return {"perplexity": self.perplexity, "perplexity_low": low, "perplexity_high": high}
+
+    def brief(self) -> str:
+        """The perplexity."""
+        return f"{self.perplexity:.4g}"
+
+    def in_words(self) -> str:
+        """The perplexity with its interval."""
+        low, high = self.interval
+        return f"{self.perplexity:.4g} (95 % interval {low:.4g} to {high:.4g})"
+
+
+AnyScore = Score | ValueScore | LanguageScore
+
+
+def score_from_json(document: Mapping[str, Any]) -> AnyScore:
+    """The score of a document that the `to_json` of any kind made."""
+    if "perplexity" in document:
+        return LanguageScore.from_json(document)
     return ValueScore.from_json(document) if "r2" in document else Score.from_json(document)
 
 
@@ -184,6 +244,38 @@ def score_of_values(predicted: Tensor, truth: Tensor) -> ValueScore:
         interval=interval,
         root_mean_squared_error=math.sqrt(squared),
     )
+
+
+def score_of_texts(losses: Tensor, tokens: Tensor) -> LanguageScore:
+    """The score of a language model.
+
+    Args:
+        losses: the summed cross-entropy of each text's tokens, of shape (N,).
+        tokens: the number of tokens that were predicted in each text, of shape (N,).
+
+    Raises:
+        ValueError: no text has a token to predict.
+
+    >>> score_of_texts(torch.tensor([0.0, 4.0]), torch.tensor([2, 2])).perplexity == math.e
+    True
+    """
+    losses, tokens = losses.double(), tokens.double()
+    count = float(tokens.sum())
+    if count == 0:
+        raise ValueError("no text has two tokens, so there is nothing to predict: give longer texts")
+    mean = float(losses.sum()) / count
+    deviations = losses - mean * tokens  # of a ratio of two sums over texts
+    half = 1.96 * float(deviations.std()) * math.sqrt(len(losses)) / count if len(losses) > 1 else math.inf
+    return LanguageScore(
+        records=len(losses),
+        tokens=int(count),
+        perplexity=_exp(mean),
+        interval=(_exp(mean - half), _exp(mean + half)),
+    )
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
 
 
 def _mean_with_interval(values: Tensor) -> tuple[float, tuple[float, float]]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-IGNORED = -100  # a label that counts for nothing, as everywhere in transformers
+from pmlf.data.targets import mean_over_tokens
+
 _LABELS = ("labels", "start_positions", "end_positions")
 
 Batch = Mapping[str, Tensor]
@@ -28,12 +29,12 @@ def classes(outputs: Any, batch: Batch, smoothing: float) -> Tensor:
 
 def tokens(outputs: Any, batch: Batch, smoothing: float) -> Tensor:
     """Mean cross-entropy over the labelled tokens of each sequence; zero for a sequence without any."""
-    return _mean_over_tokens(outputs.logits, batch["labels"], smoothing)
+    return mean_over_tokens(outputs.logits, batch["labels"], smoothing)
 
 
 def next_tokens(outputs: Any, batch: Batch, smoothing: float) -> Tensor:
     """As `tokens`, where each position predicts the token after it."""
-    return _mean_over_tokens(outputs.logits[:, :-1], batch["labels"][:, 1:], smoothing)
+    return mean_over_tokens(outputs.logits[:, :-1], batch["labels"][:, 1:], smoothing)
 
 
 def spans(outputs: Any, batch: Batch, smoothing: float) -> Tensor:
@@ -116,10 +117,3 @@ def _in_float32(outputs: Any) -> Any:
         if isinstance(value, Tensor) and value.dtype == torch.bfloat16:
             outputs[name] = value.float()
     return outputs
-
-
-def _mean_over_tokens(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-    losses = F.cross_entropy(
-        logits.mT, labels, reduction="none", ignore_index=IGNORED, label_smoothing=smoothing
-    )  # zero where a label is ignored
-    return losses.sum(1) / labels.ne(IGNORED).sum(1).clamp(min=1)
