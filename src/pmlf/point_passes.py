@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
-
-from torch import Tensor
 
 from pmlf.checks.comparison import Subject
 from pmlf.checks.watch import PointPass, Watch
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.augmentation import Augmentation
 from pmlf.engine.momentum import SampleMomentum
+from pmlf.engine.owners import MicroBatch, Owners
 from pmlf.engine.passes import Pass, Rows
 from pmlf.mechanism.noise import Randomness, keyed_uniforms, torch_seeded
 from pmlf.mechanism.points import History, Point
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Piece:
     """Samples of one micro-batch that share their passes.
 
     Attributes:
-        batch: The samples.
+        given: The samples, numbered for augmentation.
         part: Which samples of their micro-batch they are.
-        samples: Their numbers, for augmentation; None without one.
+        owners: The units that the samples belong to; None where each sample is by itself.
         step: The step.
         number: The number of the micro-batch in its logical batch, over all ranks.
         rows: How the rows of a layer are known to be the samples' own.
     """
 
-    batch: Any
+    given: MicroBatch
     part: slice
-    samples: Tensor | None
+    owners: Owners | None
+    _: KW_ONLY
     step: int
     number: int
     rows: Rows
+
+    @property
+    def batch(self) -> Any:
+        return self.given.batch
 
     @property
     def size(self) -> int:
@@ -77,10 +81,10 @@ class PointPasses:
             one = Pass(anatomy, plan, self.subject.loss_fn, values, view, piece.size, point.weight, piece.rows)
             if watched is None or index != watched_point:
                 with torch_seeded(seed, parameters[0].device):
-                    momentum.add_pass(one)
+                    momentum.add_pass(one, owners=piece.owners)
                 continue
             with torch_seeded(seed, parameters[0].device), watched:
-                momentum.add_pass(one, watched.take)
+                momentum.add_pass(one, watched.take, piece.owners)
             assert self.watch is not None
             at_point = PointPass(values=values, batch=view, seed=seed, weight=point.weight)
             self.watch.compare(watched, at_point, proven=proven)
@@ -90,10 +94,11 @@ class PointPasses:
         """The batch as each evaluation point sees it; its samples are numbered if there is an augmentation."""
         if self.augmentation is None:
             return [piece.batch] * points
-        assert piece.samples is not None
+        numbers = piece.given.samples
+        assert numbers is not None
         drawn = points if self.augmentation.per_point else 1
         streams = [self.randomness.stream("augmentation", piece.step, point) for point in range(drawn)]
-        uniforms = [keyed_uniforms(stream, piece.samples, self.augmentation.draws) for stream in streams]
+        uniforms = [keyed_uniforms(stream, numbers, self.augmentation.draws) for stream in streams]
         change = self.augmentation.function if self.subject.plan.gradients == "ghost" else self.augmentation.apart
         views = [change(piece.batch, each) for each in uniforms]
         return views if self.augmentation.per_point else views * points

@@ -5,9 +5,11 @@ from pmlf.mechanism.sampling import (
     PoissonBatches,
     population,
 )
+from pmlf.mechanism.units import Units
 
 __all__ = [
     "LogicalBatch",
     "PoissonBatches",
+    "Units",
     "population",
 ]

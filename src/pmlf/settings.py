@@ -10,6 +10,8 @@ from pmlf.mechanism.adaptive_clipping import FARTHEST, AdaptiveClipping, ClipNor
 from pmlf.mechanism.noise import LARGEST_STD
 from pmlf.methods import Method
 
+_MOST_IN_FLOAT32 = 64  # samples expected: beyond, rounding of the sum could pass 1e-4 of what one of them adds
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
@@ -31,6 +33,7 @@ class StepSettings:
     secure_noise: bool = False  # whether noise is hardened against floating-point attacks
     cycle: int = 1  # groups of cyclic Poisson sampling; 1 is plain Poisson sampling
     adaptive: AdaptiveClipping | None = None  # how the clip norm changes, from clip_norm on
+    units: bool = False  # whether the vectors are those of units of several records
 
     def __post_init__(self) -> None:
         require_positive("clip_norm", self.clip_norm, "it bounds one sample's part in the sum; the paper uses 1.0")
@@ -46,6 +49,8 @@ class StepSettings:
             raise ValueError(f"clipping={self.clipping!r} is not known: give one of {', '.join(CLIPPINGS)}")
         if not isinstance(self.secure_noise, bool):
             raise ValueError(f"secure_noise={self.secure_noise!r} is neither True nor False")
+        if not isinstance(self.units, bool):
+            raise ValueError(f"units={self.units!r} is neither True nor False: the ids go to accumulate")
         self._check_cycle()
         self._check_adaptive()
         object.__setattr__(self, "clip_norm", float(self.clip_norm))
@@ -107,6 +112,11 @@ class StepSettings:
         if self.adaptive is None:
             return self.noise_multiplier
         return self.adaptive.sum_multiplier(self.noise_multiplier, expected_batch_size=self.expected_batch_size)
+
+    @property
+    def wide(self) -> bool:
+        """Whether sums are kept in float64."""
+        return self.expected_batch_size > _MOST_IN_FLOAT32
 
     @property
     def noise_scale(self) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pmlf.basics.arguments import require_count
-from pmlf.basics.batches import batch_size, select, to_device
+from pmlf.basics.batches import batch_size
 from pmlf.checks.caches import made_from_synthetic_inputs, with_constants_made
 from pmlf.checks.comparison import Subject
 from pmlf.checks.finding import Finding
@@ -29,6 +29,7 @@ from pmlf.engine.clipper import ClippedSum, Clipper
 from pmlf.engine.criteria import per_sample_loss
 from pmlf.engine.fingerprint import Fingerprint, fingerprint, refuse_written
 from pmlf.engine.momentum import Clipping, SampleMomentum
+from pmlf.engine.owners import MicroBatch, averaged, each_a_unit, groups, on_records
 from pmlf.engine.passes import LossFunction
 from pmlf.engine.pending import PendingSum
 from pmlf.engine.plan import Gradients, Plan, require_known
@@ -45,8 +46,6 @@ from pmlf.parallel.processes import Group, Processes, joined
 from pmlf.parallel.summing import Part
 from pmlf.point_passes import Piece, PointPasses
 from pmlf.settings import StepSettings
-
-_MOST_IN_FLOAT32 = 64  # samples expected: beyond, rounding of the sum could pass 1e-4 of what one of them adds
 
 
 class PrivateStep:
@@ -76,6 +75,7 @@ class PrivateStep:
             once by `torch.func`. "one-by-one" runs one sample after the other: slow, for models that the others refuse.
         assume_independent_samples: Whether to skip the proof and the watch that samples do not influence each other.
         strategy: How norms and sums are computed. By default the cheapest way.
+        units: Whether the sum is over units of several records: `accumulate` then takes the unit of each record.
         group: The processes that share every step: "auto" for torch's default process group, or a process group. Each
             rank accumulates its own micro-batches of one logical batch; `release` adds up the ranks' sums.
 
@@ -101,6 +101,7 @@ class PrivateStep:
         gradients: Gradients = "ghost",
         assume_independent_samples: bool = False,
         strategy: Strategy | None = None,
+        units: bool = False,
         group: Group | Processes = None,
     ) -> None:
         self._processes = joined(group, "PrivateStep")
@@ -118,7 +119,10 @@ class PrivateStep:
             secure_noise=secure_noise,
             cycle=cycle,
             adaptive=adaptive_clipping,
+            units=units,
         )
+        if units:
+            loss_fn, augmentation = averaged(loss_fn), on_records(augmentation)
         if self._processes.size > 1 and (what := self._settings.in_one_process):
             raise ValueError(f"{what} runs in one process, and here are {self._processes.size}")
         if self._settings.without_noise:
@@ -136,7 +140,7 @@ class PrivateStep:
             self._plan.parameters,
             clip_norm=self._settings.clip_norm,
             clipping=clipping,
-            wide=expected_batch_size > _MOST_IN_FLOAT32 or self._processes.size > 1,
+            wide=self._settings.wide or self._processes.size > 1,
             counts=adaptive_clipping is not None,
             strategy=strategy,
         )
@@ -206,14 +210,15 @@ class PrivateStep:
     def trained(self) -> list[nn.Parameter]:
         return [self.model.get_parameter(name) for name in self._plan.parameters]
 
-    def accumulate(self, micro_batch: Any, *, samples: Tensor | None = None) -> None:
+    def accumulate(self, micro_batch: Any, *, samples: Tensor | None = None, units: Any = None) -> None:
         """Add the clipped momentum of a micro-batch's samples to the pending sum: all of them, or nothing.
 
-        `samples` numbers the samples for augmentation; by default they are counted through the logical batch. With a
+        `samples` numbers the samples for augmentation; by default they are counted through the logical batch. `units`
+        has the id of each record's unit, for a step of units: all records of a unit are in one micro-batch. With a
         group, an error discards the step on every rank.
         """
         with self._agreement.told(self._releases):
-            self._accumulate(micro_batch, samples)
+            self._accumulate(micro_batch, samples, units)
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
@@ -225,53 +230,47 @@ class PrivateStep:
             yield
         self._agreement.reach(self._releases)
 
-    def _accumulate(self, micro_batch: Any, samples: Tensor | None) -> None:
+    def _accumulate(self, micro_batch: Any, samples: Tensor | None, units: Any) -> None:
         self._refuse_torn()
         anatomy = Anatomy(self.model)
         named, iterate = self._unchanged(anatomy)
         size = batch_size(micro_batch)
-        micro_batch = to_device(micro_batch, named[self._plan.parameters[0]].device)
         pending = self._pending or PendingSum(fingerprint=iterate)
         if size == 0:
             self._pending = pending
             return
         if samples is None and self._passes.augmentation is not None:
-            samples = torch.arange(pending.samples, pending.samples + size)
-            samples = samples * self._processes.size + self._processes.rank
+            samples = pending.numbers(size, self._processes.rank, self._processes.size)
+        given = MicroBatch(micro_batch, size, samples).owned(units, of_units=self._settings.units)
+        given = given.on(named[self._plan.parameters[0]].device)
+        pending.refuse_again(given.units)
         try:
-            total = self._added(anatomy, pending, micro_batch, size, samples)
+            total = self._added(anatomy, pending, given)
         except ModelWritten:
-            if not made_from_synthetic_inputs(self._subject, micro_batch):
+            if not made_from_synthetic_inputs(self._subject, given.batch):
                 raise
-            total = self._added(Anatomy(self.model), pending, micro_batch, size, samples)
+            total = self._added(Anatomy(self.model), pending, given)
         finally:
             self._refuse_written(anatomy, pending)
-        self._pending = PendingSum(
-            fingerprint=pending.fingerprint,
-            total=total,
-            samples=pending.samples + size,
-            micro_batches=pending.micro_batches + 1,
-        )
+        self._pending = pending.followed(total, given.size, given.units)
 
     def sensitive_sum(self) -> ClippedSum | None:
         """The pending sum before noise, None of no samples. For tests and audits: it must not be shown or kept."""
         return None if self._pending is None else self._pending.total
 
-    def _added(
-        self, anatomy: Anatomy, pending: PendingSum, micro_batch: Any, size: int, samples: Tensor | None
-    ) -> ClippedSum:
+    def _added(self, anatomy: Anatomy, pending: PendingSum, given: MicroBatch) -> ClippedSum:
         """The pending sum and a micro-batch's clipped momenta, beside it: the pending one stays as it is."""
-        rows = self._first_look.at(micro_batch, size, anatomy.modes)
+        rows = self._first_look.at(given.batch, given.size, anatomy.modes)
         number = pending.micro_batches * self._processes.size + self._processes.rank  # among all ranks' micro-batches
         points = self._settings.method.points.at(self._releases)
 
         def momenta() -> Iterator[SampleMomentum]:
-            for part in self._plan.passes(size):
-                few = micro_batch if part == slice(0, size) else select(micro_batch, part)
-                numbers = None if samples is None else samples[part]
-                piece = Piece(batch=few, part=part, samples=numbers, step=self._releases, number=number, rows=rows)
-                momentum = self._clipper.momentum(piece.size, len(points))
-                yield self._passes.add_to(momentum, piece, points, anatomy, self._history)
+            for group in groups(self._plan, given.size, given.counts):
+                momentum = self._clipper.momentum(group.samples, len(points))
+                for part, owners in group.passes:
+                    piece = Piece(given.part(part), part, owners, step=self._releases, number=number, rows=rows)
+                    self._passes.add_to(momentum, piece, points, anatomy, self._history)
+                yield momentum
 
         trained = {name: anatomy.parameters[name] for name in self._plan.parameters}
         return self._clipper.add(momenta(), pending.total, trained)[0]
@@ -359,6 +358,7 @@ class PrivateStep:
 
     def check_collation(self, indices: Sequence[int], batch_of: Callable[[list[int]], Any]) -> None:
         """Refuse a `batch_of` some indices by which records change each other's gradients, by padding or otherwise."""
+        batch_of = each_a_unit(batch_of) if self._settings.units else batch_of
         checked = partial(check_collation, self._subject, indices, batch_of)
         with_constants_made(self._subject, lambda: batch_of(list(indices[:1])), checked)
 

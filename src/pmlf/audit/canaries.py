@@ -22,6 +22,7 @@ from pmlf.basics.arguments import require_count
 from pmlf.mechanism.filters import LowPass
 from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
 from pmlf.mechanism.sampling import PoissonBatches
+from pmlf.mechanism.units import Units
 from pmlf.methods import Method
 from pmlf.step import PrivateStep
 
@@ -48,6 +49,7 @@ class Mechanism:
     sample_rate: float
     steps: int
     secure_noise: bool = False
+    records_per_unit: int = 1  # of every canary, which is then a unit with as many equal records
 
     @property
     def cycle(self) -> int:
@@ -79,9 +81,11 @@ class Scores:
 class CanaryDataset:
     """The canaries that take part. A record is the canary's coordinate; `collate` makes dense samples of them."""
 
-    def __init__(self, included: NDArray[np.bool_]) -> None:
-        self._coordinates = np.flatnonzero(included)
+    def __init__(self, included: NDArray[np.bool_], records_per_unit: int = 1) -> None:
+        self._coordinates = np.repeat(np.flatnonzero(included), records_per_unit)
         self._width = len(included)
+        own = records_per_unit == 1
+        self.units = None if own else Units(self._coordinates, most=records_per_unit, name="canary")
 
     def __len__(self) -> int:
         return len(self._coordinates)
@@ -136,14 +140,15 @@ def canary_sampler(
     mechanism: Mechanism, included: NDArray[np.bool_], randomness: Randomness, *, cycle: int | None = None
 ) -> PoissonBatches:
     """The draws of the mechanism from the included canaries; another cycle is for a deliberately broken variant."""
-    dataset = CanaryDataset(included)
+    dataset = CanaryDataset(included, mechanism.records_per_unit)
     return PoissonBatches(
         dataset,
-        expected_batch_size=mechanism.sample_rate * len(dataset) / mechanism.cycle,
+        expected_batch_size=mechanism.sample_rate * int(included.sum()) / mechanism.cycle,
         randomness=randomness,
         max_physical_batch_size=_PHYSICAL_BATCH,
         collate_fn=dataset.collate,
         cycle=mechanism.cycle if cycle is None else cycle,
+        units=dataset.units,
     )
 
 
@@ -209,12 +214,16 @@ def released_sums(
         generator=noise or randomness,
         secure_noise=mechanism.secure_noise,
         cycle=mechanism.cycle,
+        units=sampler.units is not None,
     )
     released = []
     for batch in sampler.batches(0, mechanism.releases):
-        for micro_batch in batch:
-            accumulate(step, micro_batch)
-            progress(len(micro_batch) / (batch_size * mechanism.releases))
+        for indices, micro_batch in batch.numbered():
+            if sampler.units is None:
+                accumulate(step, micro_batch)
+            else:
+                step.accumulate(micro_batch, units=sampler.units.of(indices.numpy()))
+            progress(len(micro_batch) / (mechanism.records_per_unit * batch_size * mechanism.releases))
         step.release()
         released.append(gradient(model))
         optimizer.step()

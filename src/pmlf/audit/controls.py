@@ -33,6 +33,7 @@ from pmlf.methods import dp_pmlf, dpsgd
 from pmlf.step import PrivateStep
 
 _OTHERS = 32  # number of other records
+_RECORDS = 20  # of a unit
 _NEARLY_NO_NOISE = 1e-9
 
 
@@ -61,6 +62,18 @@ def _clipped_per_point(claimed: Mechanism, canaries: int, randomness: Randomness
     included = coins(randomness, canaries)
     mechanism = replace(claimed, method=dp_pmlf(k=1))
     sums = released_sums(mechanism, included, randomness, accumulate=accumulate, progress=progress)
+    return Scores(values=sums.sum(0), included=included)
+
+
+def _records_for_units(claimed: Mechanism, canaries: int, randomness: Randomness, progress: ProgressCallback) -> Scores:
+    """Clip every record of a unit by itself and claim the epsilon of records for the unit. All are drawn at q = 1."""
+
+    def accumulate(step: PrivateStep, samples: Tensor) -> None:
+        for _ in range(_RECORDS):  # as many equal records
+            step.accumulate(samples)
+
+    included = coins(randomness, max(100, canaries // 10))  # far above the claim, so fewer are enough
+    sums = released_sums(claimed, included, randomness, accumulate=accumulate, progress=progress)
     return Scores(values=sums.sum(0), included=included)
 
 
@@ -227,6 +240,13 @@ CONTROLS: tuple[Control, ...] = (
         sample_rate=1.0,
         steps=4,
         scores=_half_the_noise,
+    ),
+    Control(
+        name="records-for-units",
+        broken=f"protects single records and claims it for units of {_RECORDS} records",
+        sample_rate=1.0,
+        steps=1,
+        scores=_records_for_units,
     ),
     Control(
         name="noise-reused",

@@ -36,6 +36,8 @@ class AuditSettings:
         confidence: Probability that each bound holds.
         seed: Makes the audit reproducible. None: cryptographic randomness.
         secure_noise: Audit the noise of `secure_noise=True`.
+        records_per_unit: Number of records of each canary. Above 1, the claim is about units, and the canaries go
+            through a step of units.
 
     Raises:
         ValueError: If a number is out of range.
@@ -50,11 +52,13 @@ class AuditSettings:
     confidence: float = 0.9999
     seed: int | None = None
     secure_noise: bool = False
+    records_per_unit: int = 1
 
     def __post_init__(self) -> None:
         require_positive("epsilon", self.epsilon, "it is the claim to test")
         require_count("steps", self.steps, "it is the number of steps of a run")
         require_count("canaries", self.canaries, "about half of them take part", least=100)
+        require_count("records_per_unit", self.records_per_unit, "it is the number of records of a canary", most=256)
         if not (is_number(self.delta) and 1e-7 <= self.delta < 1.0):
             raise ValueError(f"delta={self.delta} is not in [1e-7, 1): the one-run bound uses delta/1000")
         if not (is_number(self.sample_rate) and 0.0 < self.sample_rate <= 1.0):
@@ -156,7 +160,9 @@ def audit_method(
 
 def audit_control(control: Control, settings: AuditSettings, progress: ProgressCallback = no_progress) -> AuditReport:
     """Audit a deliberately broken variant, which the audit must refute. Its sample rate and steps replace yours."""
-    settings = AuditSettings(**{**asdict(settings), "sample_rate": control.sample_rate, "steps": control.steps})
+    settings = AuditSettings(
+        **{**asdict(settings), "sample_rate": control.sample_rate, "steps": control.steps, "records_per_unit": 1}
+    )
     mechanism = claimed_mechanism(dpsgd(), settings)
     scores = control.scores(mechanism, settings.canaries, settings.randomness(control.name), progress)
     return report_of(control.name, mechanism, settings, scores)
@@ -176,6 +182,7 @@ def claimed_mechanism(method: Method, settings: AuditSettings) -> Mechanism:
         sample_rate=settings.sample_rate,
         steps=settings.steps,
         secure_noise=settings.secure_noise,
+        records_per_unit=settings.records_per_unit,
     )
 
 

@@ -99,9 +99,9 @@ class Audit(Command):
 
     controls: bool = False
     """Audit deliberately broken variants instead; each must be refuted. They have their own steps and sample rate.
-    Clipping per point, half the noise, reused noise, division by the drawn batch size, skipping empty batches,
-    BatchNorm. With --model, variants of that model: inputs centred over the batch, class weights from the batch,
-    clipping per point."""
+    Clipping per point, half the noise, records claimed as units, reused noise, division by the drawn batch size,
+    skipping empty batches, BatchNorm, misuse of shaped noise. With --model, variants of that model: inputs centred over
+    the batch, class weights from the batch, clipping per point."""
 
     epsilon: Annotated[float | None, shown_default(f"{_EPSILON:g}; with --model {_MODEL_EPSILON:g}")] = None
     """The claim to test; the accountant chooses the noise for it. A few hundred runs cannot show a small epsilon."""
@@ -130,6 +130,10 @@ class Audit(Command):
 
     secure_noise: bool = False
     """Audit the noise of `pmlf train --secure-noise`. Not with --model."""
+
+    records_per_unit: int = 1
+    """Number of records of each canary. Above 1, it audits `pmlf train --unit-column`: the claim is about units.
+    Not with --model."""
 
     plot: Annotated[Path | None, shown_default("none")] = None
     """Write a histogram of the scores with and without the record: a .png, .pdf or .svg file."""
@@ -194,6 +198,7 @@ class Audit(Command):
             confidence=self.confidence,
             seed=self.seed,
             secure_noise=self.secure_noise,
+            records_per_unit=self.records_per_unit,
         )
 
     def _model_settings(self) -> ModelSettings:
@@ -218,7 +223,12 @@ class Audit(Command):
                 if getattr(self.of_model, name) != value:
                     raise ValueError(f"{flag(name)} needs --model: add it, as in --model cnn5")
             return
-        for name, value in (("canaries", _CANARIES), ("guesses", None), ("secure_noise", False)):
+        for name, value in (
+            ("canaries", _CANARIES),
+            ("guesses", None),
+            ("secure_noise", False),
+            ("records_per_unit", 1),
+        ):
             if getattr(self, name) != value:
                 raise ValueError(
                     f"{flag(name)} cannot be used with --model: leave it out; --runs sets the size of the audit"

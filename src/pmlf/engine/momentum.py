@@ -17,6 +17,7 @@ from pmlf.engine.half_precision import without_autocast
 from pmlf.engine.layers import Contribution
 from pmlf.engine.mapped import mapped
 from pmlf.engine.operations.capture import taken_at_operations
+from pmlf.engine.owners import Owners
 from pmlf.engine.passes import Pass
 from pmlf.engine.roots import Roots
 
@@ -84,12 +85,15 @@ class SampleMomentum:
         self._gradients = {name: ParameterGradient(name, workspace) for name in parameters}
         self._touched: set[str] = set()
 
-    def add_pass(self, one: Pass, seen: Callable[[str, Contribution], None] | None = None) -> None:
-        """v += what the pass asks for. `seen` is shown every contribution."""
+    def add_pass(
+        self, one: Pass, seen: Callable[[str, Contribution], None] | None = None, owners: Owners | None = None
+    ) -> None:
+        """v += what the pass asks for. `seen` is shown every contribution. With `owners`, v is that of the units that
+        the samples of the pass belong to."""
         for name, contribution in contributions(one):
             if seen is not None:
                 seen(name, contribution)
-            self.add(name, contribution)
+            self.add(name, contribution if owners is None else owners.together(contribution))
 
     def add(self, name: str, contribution: Contribution) -> None:
         """v of parameter `name` += contribution."""

@@ -87,6 +87,12 @@ class BudgetGuard:
     ) -> None:
         self._ledger = ledger or (MirroredLedger(mirrored) if mirrored else MemoryLedger())
         self._plan = plan
+        others = {trial.plan.unit for trial in self._ledger.tally.trials} - {plan.unit}
+        if others:
+            raise ValueError(
+                f"the ledger has runs whose unit of privacy is one {sorted(others)[0]}, and this run's is one "
+                f"{plan.unit}: what they spend does not add up, so use one ledger per unit of privacy"
+            )
         beginning = mirrored.beginning if mirrored else secrets.token_hex(8)
         trial = Trial(run=self._ledger.run, beginning=beginning, plan=plan)
         self._session = Session.of(trial, replayable=replayable)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from pmlf.evidence.budget import BudgetGuard
-from pmlf.evidence.description import ADAPTIVE, LARGEST, OVERFLOW, SHAPE, Contradiction
-from pmlf.evidence.mechanism_words import UNIT, MechanismWords
+from pmlf.evidence.description import ADAPTIVE, LARGEST, OVERFLOW, SHAPE, UNITS, Contradiction
+from pmlf.evidence.mechanism_words import MechanismWords
 from pmlf.evidence.statement import (
     BANDS,
     CAPPED,
@@ -32,6 +32,7 @@ from pmlf.mechanism import accounting
 from pmlf.mechanism.accounting import Event
 from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
 from pmlf.mechanism.composition import composed_epsilon, finest_composed_epsilon
+from pmlf.mechanism.units import Units
 from pmlf.methods import Method
 
 _ROUNDING = 1e-9  # relative: other machines differ in the last digits
@@ -47,7 +48,7 @@ class CertifiedRun:
         method: The method.
         clipping: The kind of clipping.
         clip_norm: The clip norm, C.
-        records: The number of records, n.
+        records: The number of records, n; of units, if there are units.
         expected_batch_size: The expected batch size, B.
         steps_done: The number of steps that the model has taken.
         randomness: Where the noise comes from, in words.
@@ -58,6 +59,7 @@ class CertifiedRun:
         adaptive: How the clip norm changes; None if it does not.
         sum_multiplier: The noise multiplier of the sum alone, if the clip norm is adaptive.
         largest_batch: The largest number of records in a batch; None if no draw is cut.
+        units: The units that are protected; None for records.
     """
 
     method: Method
@@ -74,6 +76,7 @@ class CertifiedRun:
     adaptive: AdaptiveClipping | None = None
     sum_multiplier: float | None = None
     largest_batch: int | None = None
+    units: Units | None = None
 
 
 def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
@@ -88,12 +91,14 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
     """
     plan, parts = budget.plan, budget.run_parts
     adaptive, truncated = _adaptive(run), _truncation(run, plan.event)
-    words = MechanismWords(bands=plan.bands, adaptive=bool(adaptive), truncated=bool(truncated)).document()
+    words = MechanismWords(
+        bands=plan.bands, adaptive=bool(adaptive), truncated=bool(truncated), unit=plan.unit
+    ).document()
     return sealed(
         {
             "certificate": FORMAT,
             "mechanism": words["mechanism"],
-            "unit_of_privacy": UNIT,
+            "unit_of_privacy": words["unit_of_privacy"],
             "adjacency": words["adjacency"],
             "dataset": budget.dataset,
             "epsilon": budget.claim(),
@@ -106,7 +111,8 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
             "released_steps": budget.run_steps,
             **_queries(plan, parts),
             "steps_of_the_model": run.steps_done,
-            "records": run.records,
+            "records": run.records if run.units is None else run.units.records,
+            **_units(run.units),
             "expected_batch_size": run.expected_batch_size,
             "sample_rate": plan.event.sample_rate,
             "noise_multiplier": float(plan.event.noise_multiplier),
@@ -128,6 +134,12 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
             "versions": _versions(),
         }
     )
+
+
+def _units(units: Units | None) -> dict[str, Any]:
+    if units is None:
+        return {}
+    return {UNITS: {"name": units.name, "count": units.count, "most_records": units.most}}
 
 
 def _method(method: Method) -> dict[str, Any]:

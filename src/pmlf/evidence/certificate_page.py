@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from pmlf.evidence.certificate import UNBOUNDED
-from pmlf.evidence.description import ADAPTIVE, SHAPE
+from pmlf.evidence.description import ADAPTIVE, SHAPE, UNITS
 from pmlf.evidence.statement import CAPPED, FILTER
 
 # When the epsilons of the planned and of the released steps hold, by composition.
@@ -53,10 +53,14 @@ def guarantee(document: Mapping[str, Any]) -> str:
     if document["epsilon"] is None:
         return f"This certificate states no guarantee: {UNBOUNDED.partition(': ')[2] or UNBOUNDED}."
     dataset = f" of {document['dataset']}" if document["dataset"] else ""
+    units = document.get(UNITS)
+    differ = f"one {units['name']}" if units else "one record"
+    count = f"{units['count']:,} units with " if units else ""
     return (
-        "The training is (ε, δ)-differentially private. For any two training sets that differ in one record "
+        f"The training is (ε, δ)-differentially private. For any two training sets that differ in {differ} "
         f"({document['adjacency']}), the probability of any set of outcomes under one is at most e^ε times its "
-        f"probability under the other, plus δ. The training set has {document['records']:,} records{dataset}."
+        f"probability under the other, plus δ. The training set has {count}{document['records']:,} "
+        f"records{dataset}."
     )
 
 
@@ -75,8 +79,8 @@ def _mechanism(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     target = document["target_epsilon"]
     return [
         ("each step", document["mechanism"]),
-        ("unit of privacy", document["unit_of_privacy"]),
-        ("records, n", f"{document['records']:,}"),
+        ("unit of privacy", _unit(document)),
+        *_population(document),
         ("expected batch size, B", f"{document['expected_batch_size']:,}"),
         (_rate_label(document), _number(document["sample_rate"])),
         ("noise multiplier, z", _number(document["noise_multiplier"])),
@@ -91,6 +95,24 @@ def _adaptive(document: Mapping[str, Any]) -> str:
     if part is None:
         return ""
     return f" at first; it follows the {_number(part['quantile'])} quantile of the norms"
+
+
+def _unit(document: Mapping[str, Any]) -> str:
+    """The unit of privacy with the numbers of units and records, as in "one patient; 4,210 units, 61,033 records"."""
+    units = document.get(UNITS)
+    if units is None:
+        return str(document["unit_of_privacy"])
+    return f"one {units['name']}; {units['count']:,} units, {document['records']:,} records"
+
+
+def _population(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    units = document.get(UNITS)
+    if units is None:
+        return [("records, n", f"{document['records']:,}")]
+    return [
+        ("units, n", f"{units['count']:,}"),
+        ("records of a unit in a step", f"at most {units['most_records']:,}, the mean of which is clipped"),
+    ]
 
 
 def _rate_label(document: Mapping[str, Any]) -> str:
@@ -112,7 +134,7 @@ def _method(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("filter b", ", ".join(map(_number, low_pass["b"]))),
         ("bias correction", "yes" if low_pass["corrected"] else "no"),
         ("noise shape", ", ".join(map(_number, method.get(SHAPE, ()))) or "white"),
-        ("sampler", f"{document['sampler']}: each record joins a batch independently"),
+        ("sampler", f"{document['sampler']}: each {'unit' if UNITS in document else 'record'} joins independently"),
         ("noise", document["randomness"]),
         ("samples are independent", document.get("independence_of_samples", "not stated")),
         ("checked at every step", "yes" if document.get("watched_at_every_step") else "no"),

@@ -6,6 +6,7 @@ import math
 
 from pmlf.engine.momentum import CLIPPINGS
 from pmlf.evidence.json_object import JsonObject
+from pmlf.evidence.tally import RECORD
 from pmlf.mechanism.noise import SeededRandomness
 from pmlf.mechanism.truncation import overflow
 
@@ -13,7 +14,8 @@ SHAPE = "noise_shape"  # of a method with shaped noise
 ADAPTIVE, LARGEST, OVERFLOW = "adaptive_clipping", "largest_batch", "overflow"  # of runs that have them
 _SPEC = "spec_digest"  # of the run folder, if there is one
 _INDEPENDENCE, _WATCHED, _PROCESSES = "independence_of_samples", "watched_at_every_step", "processes"
-OPTIONAL = (_SPEC, _INDEPENDENCE, _WATCHED, _PROCESSES, ADAPTIVE, LARGEST, OVERFLOW)
+UNITS = "units"  # of several records, if those are protected
+OPTIONAL = (_SPEC, _INDEPENDENCE, _WATCHED, _PROCESSES, ADAPTIVE, LARGEST, OVERFLOW, UNITS)
 _VERSIONS = ("python", "torch", "dp-accounting", "dp-pmlf")
 _ROUNDING = 1e-9  # relative
 
@@ -36,11 +38,11 @@ def bands_of(method: JsonObject) -> int:
 
 def check_description(entries: JsonObject) -> None:
     """Check what the epsilon does not depend on: sizes, method, randomness, versions."""
-    records, size = entries.count("records", least=1, most=2**63), entries.positive("expected_batch_size")
+    (records, counted), size = _population(entries), entries.positive("expected_batch_size")
     method = entries.part("method")
     rate, expected = entries.event().sample_rate, bands_of(method) * size / records
     if not math.isclose(min(expected, 1.0), rate, rel_tol=_ROUNDING) or expected > 1 + _ROUNDING:
-        raise Contradiction(f"sample_rate={rate} is not expected_batch_size / records = {expected}")
+        raise Contradiction(f"sample_rate={rate} is not expected_batch_size / {counted} = {expected}")
     entries.positive("clip_norm")
     clipping = entries.one_of("clipping", CLIPPINGS)
     _check_adaptive(entries, clipping)
@@ -73,6 +75,24 @@ def check_description(entries: JsonObject) -> None:
     entries.text("digest")
     if entries.has(_SPEC):
         entries.text(_SPEC)
+
+
+def unit_of(entries: JsonObject) -> str:
+    """The name of the unit of privacy. A certificate of records has no units."""
+    return entries.part(UNITS).text("name") if entries.has(UNITS) else RECORD
+
+
+def _population(entries: JsonObject) -> tuple[int, str]:
+    """n, and what it counts."""
+    records = entries.count("records", least=1, most=2**63)
+    if not entries.has(UNITS):
+        return records, "records"
+    units = entries.part(UNITS)
+    units.require("name", "count", "most_records")
+    units.count("most_records", least=1)
+    if units.text("name") == RECORD or units.count("count", least=1) > records:
+        raise Contradiction("its units are records, or more than its records")
+    return units.count("count"), "units"
 
 
 def _check_adaptive(entries: JsonObject, clipping: str) -> None:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pmlf.evidence.tally import Query, Session, Tally
+from pmlf.evidence.tally import RECORD, Query, Session, Tally
 from pmlf.mechanism.accounting import Event
 
 _VERSION = 2
@@ -42,6 +42,8 @@ def session_text(session: Session) -> str:
         del document["queries"]
     if not session.overflow:
         del document["overflow"]
+    if session.unit == RECORD:
+        del document["unit"]
     return json.dumps(document)
 
 
@@ -170,6 +172,7 @@ def _session(document: Mapping[str, Any]) -> Session:
     if not (
         isinstance(session.run, str)
         and isinstance(session.beginning, str)
+        and isinstance(session.unit, str)
         and isinstance(session.replayable, bool)
         and all(isinstance(number, (int, float)) and math.isfinite(number) and number > 0 for number in numbers)
         and all(rate <= 1 for rate in rates)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-UNIT = "one record of the training set"
+from pmlf.evidence.tally import RECORD
+
 _PLAIN = "Poisson-subsampled Gaussian, once per step"
 _COUNT = (
     "; a step releases the clipped sum and a count of the samples within the clip norm, of sensitivity C and 1/2: one "
@@ -24,6 +25,7 @@ class MechanismWords:
         bands: The number of bands of the noise; 1 is white noise.
         adaptive: Whether the clip norm is adaptive.
         truncated: Whether draws are cut to a largest batch.
+        unit: What is protected: a record, or the name of a larger unit.
 
     >>> MechanismWords().adjacency
     'add or remove one record'
@@ -32,6 +34,12 @@ class MechanismWords:
     bands: int = 1
     adaptive: bool = False
     truncated: bool = False
+    unit: str = RECORD
+
+    @property
+    def unit_of_privacy(self) -> str:
+        """What is protected: one record, or all records of one unit."""
+        return "one record of the training set" if self.unit == RECORD else f"one {self.unit}, with all its records"
 
     @property
     def mechanism(self) -> str:
@@ -48,9 +56,10 @@ class MechanismWords:
     @property
     def adjacency(self) -> str:
         """Which datasets are neighbours."""
+        changed = "one record" if self.unit == RECORD else f"one {self.unit} with all its records"
         if self.truncated:
-            return "zero out one record: it is drawn as before and adds nothing"
-        return "add or remove one record"
+            return f"zero out {changed}: it is drawn as before and adds nothing"
+        return f"add or remove {changed}"
 
     @property
     def sampler(self) -> str:
@@ -61,4 +70,9 @@ class MechanismWords:
 
     def document(self) -> dict[str, str]:
         """The entries of a certificate."""
-        return {"mechanism": self.mechanism, "adjacency": self.adjacency, "sampler": self.sampler}
+        return {
+            "mechanism": self.mechanism,
+            "unit_of_privacy": self.unit_of_privacy,
+            "adjacency": self.adjacency,
+            "sampler": self.sampler,
+        }

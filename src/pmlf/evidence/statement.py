@@ -11,9 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pmlf.evidence.description import ADAPTIVE, LARGEST, OPTIONAL, OVERFLOW, Contradiction, bands_of, check_description
+from pmlf.evidence.description import (
+    ADAPTIVE,
+    LARGEST,
+    OPTIONAL,
+    OVERFLOW,
+    Contradiction,
+    bands_of,
+    check_description,
+    unit_of,
+)
 from pmlf.evidence.json_object import JsonObject
-from pmlf.evidence.mechanism_words import UNIT, MechanismWords
+from pmlf.evidence.mechanism_words import MechanismWords
 from pmlf.evidence.tally import PrivacyPlan, Query, Trial, events_of
 from pmlf.mechanism.accounting import ACCOUNTANTS, Event
 
@@ -35,7 +44,6 @@ NOT_ACCOUNTED_FOR = (
 )
 _FIXED = {  # entries with one allowed value
     "certificate": FORMAT,
-    "unit_of_privacy": UNIT,
     "not_accounted_for": list(NOT_ACCOUNTED_FOR),
 }
 _OTHER_ACCOUNTANT = 1e-3  # relative: the target may have been met by another version of the accountant
@@ -208,14 +216,14 @@ def read_statement(document: Mapping[str, Any]) -> Statement:
     for name, value in _FIXED.items():
         entries.same(name, value)
     check_description(entries)
-    bands = bands_of(entries.part("method"))
-    words = MechanismWords(bands=bands, adaptive=entries.has(ADAPTIVE), truncated=entries.has(LARGEST))
+    bands, unit = bands_of(entries.part("method")), unit_of(entries)
+    words = MechanismWords(bands=bands, adaptive=entries.has(ADAPTIVE), truncated=entries.has(LARGEST), unit=unit)
     for name, value in words.document().items():
         entries.same(name, value)
-    trials, trial_queries, trial_events = _trials(entries.parts("trials"))
+    trials, trial_queries, trial_events = _trials(entries.parts("trials"), unit)
     statement = Statement(
         epsilon=entries.optional("epsilon", entries.amount),
-        plan=_plan(entries, bands),
+        plan=_plan(entries, bands, unit),
         composition=entries.one_of("composition", (PLD, CAPPED, FILTER)),
         at_planned_steps=entries.amounts("epsilon_at_planned_steps", ACCOUNTANTS),
         at_released_steps=entries.amounts("epsilon_at_released_steps", ACCOUNTANTS),
@@ -231,7 +239,7 @@ def read_statement(document: Mapping[str, Any]) -> Statement:
     return statement
 
 
-def _plan(entries: JsonObject, bands: int) -> PrivacyPlan:
+def _plan(entries: JsonObject, bands: int, unit: str) -> PrivacyPlan:
     return PrivacyPlan(
         event=entries.event(),
         steps=entries.count("planned_steps", least=1),
@@ -239,6 +247,7 @@ def _plan(entries: JsonObject, bands: int) -> PrivacyPlan:
         target_epsilon=entries.optional("target_epsilon", entries.positive),
         queries=tuple(_query(each) for each in _listed_queries(entries)),
         bands=bands,
+        unit=unit,
     )
 
 
@@ -256,7 +265,7 @@ def _released(entries: JsonObject) -> tuple[int, ...]:
 
 
 def _trials(
-    listed: list[JsonObject],
+    listed: list[JsonObject], unit: str
 ) -> tuple[Mapping[Trial, int], Mapping[Trial, tuple[int, ...]], Mapping[Trial, int]]:
     """The steps of every trial, its queries, and the events of its steps."""
     steps: dict[Trial, int] = {}
@@ -265,7 +274,7 @@ def _trials(
     for entries in listed:
         entries.require(*_TRIAL, optional=(_QUERIES, BANDS, STEPS, OVERFLOW))
         bands = entries.count(BANDS, least=2) if entries.has(BANDS) else 1
-        trial = Trial(run=entries.text("run"), beginning=entries.text("beginning"), plan=_plan(entries, bands))
+        trial = Trial(run=entries.text("run"), beginning=entries.text("beginning"), plan=_plan(entries, bands, unit))
         if trial in steps:
             raise Contradiction(f"its trials list one start of the run {trial.run!r} twice")
         queries[trial] = _released(entries)
@@ -277,6 +286,7 @@ def _trials(
 _NAMES = (
     *_FIXED,
     "mechanism",
+    "unit_of_privacy",
     "adjacency",
     "sampler",
     "dataset",

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 from pmlf.mechanism.accounting import Event
 
+RECORD = "record"  # the unit of privacy, unless records belong to larger ones
+
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
@@ -40,6 +42,7 @@ class PrivacyPlan:
         target_epsilon: The epsilon that the run must not pass; None if the noise is given instead.
         queries: What is released before the steps, in order.
         bands: b, the number of groups of cyclic sampling and of bands of the noise; 1 is plain Poisson sampling.
+        unit: What an event concerns: a record, or the name of a larger unit, such as "patient".
 
     >>> step, mean = (Event(noise_multiplier=z, sample_rate=1.0) for z in (20.0, 25.0))
     >>> plan = PrivacyPlan(event=step, steps=30, delta=1e-5, target_epsilon=1.0,
@@ -54,6 +57,7 @@ class PrivacyPlan:
     target_epsilon: float | None
     queries: tuple[Query, ...] = ()
     bands: int = 1
+    unit: str = RECORD
 
     def __post_init__(self) -> None:
         if self.queries and self.bands > 1:
@@ -135,6 +139,7 @@ class Session:
         queries: What is released before the steps.
         bands: The number of groups of cyclic sampling; 1 is plain Poisson sampling.
         overflow: The chance that a draw of a step is cut to the largest batch; 0 if nothing is cut.
+        unit: What an event concerns.
     """
 
     run: str
@@ -149,6 +154,7 @@ class Session:
     queries: tuple[Query, ...] = ()
     bands: int = 1
     overflow: float = 0.0
+    unit: str = RECORD
 
     @classmethod
     def of(cls, trial: Trial, *, replayable: bool) -> Session:
@@ -167,6 +173,7 @@ class Session:
             queries=plan.queries,
             bands=plan.bands,
             overflow=plan.event.overflow,
+            unit=plan.unit,
         )
 
     @property
@@ -184,6 +191,7 @@ class Session:
             target_epsilon=self.target_epsilon,
             queries=self.queries,
             bands=self.bands,
+            unit=self.unit,
         )
         return Trial(run=self.run, beginning=self.beginning, plan=plan)
 

@@ -162,7 +162,7 @@ def _evaluation(private: PrivateRun, task: Task, training_loss: float | None) ->
     averaged = private.averaged_model()
     return Evaluation(
         step=private.steps_done,
-        epoch=round(private.steps_done * private.private_step.settings.expected_batch_size / task.records, 4),
+        epoch=round(private.steps_done * private.private_step.settings.expected_batch_size / task.population, 4),
         epsilon=private.epsilon(),
         scores=task.scores(private.model),
         ema_scores=None if averaged is None else task.scores(averaged),

@@ -49,6 +49,15 @@ class OwnData:
     schema: Annotated[str | None, shown_default("none", "FILE.toml")] = None
     """Tables: the same in a file, below a line [columns]: `age = [0, 110]`, `sex = ["female", "male"]`."""
 
+    unit_column: Annotated[str | None, shown_default("none, epsilon is for one record")] = None
+    """Column that says whose each record is, such as patient_id, in your table or in the metadata.csv of your images.
+    Epsilon is then for adding or removing one patient with all records, and --batch-size, --epochs and --delta count
+    patients."""
+
+    max_records_per_unit: Annotated[int | None, shown_default("32")] = None
+    """With --unit-column: largest number of records that one unit brings to a step; of more, some are chosen at random.
+    At most --max-physical-batch-size."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedOptions:

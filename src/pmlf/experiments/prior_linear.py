@@ -92,6 +92,9 @@ def _refuse_others(spec: RunSpec) -> None:
             raise ValueError(f"`{name}` is not a setting of {name_of_it}: leave it out")
     if spec.method != usual["method"] or spec.options != usual["options"]:
         raise ValueError(f"`method` and its options are fixed for {name_of_it}: leave them out")
+    for name in ("unit_column", "max_records_per_unit"):  # its sums are over records
+        if getattr(spec.own, name) is not None:
+            raise ValueError(f"`{name}` is not a setting of {name_of_it}, which protects records: leave it out")
     for name, value in vars(spec.pretrained).items():
         taken = ("prior", "max_length") if spec.pretrained.prior is not None else ("prior",)
         if name not in taken and value != getattr(PretrainedOptions(), name):

@@ -44,7 +44,7 @@ class RunProgress:
             run=secrets.token_hex(8),
             ledger=None if ledger is None else ledger.absolute(),
             records_key=key,
-            records_digest=records_digest(task.train, task.collate_fn, key),
+            records_digest=_digest(task, key),
             threads=torch.get_num_threads(),
             torch_version=torch.__version__,
         )
@@ -85,10 +85,10 @@ class RunProgress:
 
     def check(self, task: Task, *, seeded: bool) -> None:
         """Raise ValueError if the training records differ. Warn if a seeded run may not repeat bit for bit."""
-        if records_digest(task.train, task.collate_fn, self.records_key) != self.records_digest:
+        if _digest(task, self.records_key) != self.records_digest:
             raise ValueError(
-                "the training records, or their order, have changed since the run started: resume with the same "
-                "dataset, or start a new run"
+                "the training records, their units or their order have changed since the run started: resume with the "
+                "same dataset, or start a new run"
             )
         if seeded and self.torch_version != torch.__version__:
             warnings.warn(
@@ -105,3 +105,9 @@ class RunProgress:
             yield
         finally:
             torch.set_num_threads(before)
+
+
+def _digest(task: Task, key: bytes) -> str:
+    """Of the records, and of which of them belong together."""
+    found = records_digest(task.train, task.collate_fn, key)
+    return found if task.units is None else f"{found} {task.units.digest(key)}"

@@ -31,6 +31,7 @@ from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.tasks import Task
 from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
 from pmlf.mechanism.noise import SeededRandomness
+from pmlf.mechanism.units import MOST_RECORDS
 from pmlf.parallel.processes import Processes, joined
 from pmlf.run.callbacks import Callback
 from pmlf.run.making import make_private
@@ -90,7 +91,7 @@ def run(
         return finished
     machine.keep_freed_memory()
     task = tasks.prepare(spec, None if data_dir is None else Path(data_dir))
-    spec = spec.resolved(task.records)
+    spec = spec.resolved(task.population)
     shared = None if ledger is None else Path(ledger)
     progress = processes.by_first(lambda: _progress(spec, task, saved, shared))
     if processes.rank > 0:
@@ -275,6 +276,7 @@ def _private_run(spec: RunSpec, task: Task, losses: LossMeter | None, ledger: Le
     method = spec.build_method()
     model = task.model.to(device)
     assert spec.delta is not None
+    units = task.units
     return make_private(
         model=model,
         optimizer=_optimizer(spec, model),
@@ -299,6 +301,9 @@ def _private_run(spec: RunSpec, task: Task, losses: LossMeter | None, ledger: Le
         secure_noise=spec.secure_noise,
         ledger=ledger,
         lengths=task.lengths,
+        units=None if units is None else units.numbers,
+        max_records_per_unit=MOST_RECORDS if units is None else units.most,
+        unit_name="unit" if units is None else units.name,
     )
 
 

@@ -26,7 +26,12 @@ def _first(most: int | None, records: Dataset[Any]) -> Dataset[Any]:
 
 
 def split(
-    train: Dataset[Any], judged_on: Mapping[str, Dataset[Any]], *, most: int | None, holdout: float | None
+    train: Dataset[Any],
+    judged_on: Mapping[str, Dataset[Any]],
+    *,
+    most: int | None,
+    holdout: float | None,
+    units: NDArray[np.str_] | None = None,
 ) -> tuple[Dataset[Any], Mapping[str, Dataset[Any]]]:
     """Training and evaluation records: the published splits, or both from the training split if there is a holdout.
 
@@ -35,12 +40,26 @@ def split(
         judged_on: The other splits by name.
         most: The number of records to take of each split; None for all.
         holdout: The fraction of the training split to evaluate on; None for the other splits.
+        units: The unit of each record of the training split; then whole units are held out, and nobody is in both
+            parts. None for records.
     """
     train = _first(most, train)
     if holdout is None:
         return train, {name: _first(most, records) for name, records in judged_on.items()}
-    kept, held = holdout_indices(length(train), holdout)
+    if units is None:
+        kept, held = holdout_indices(length(train), holdout)
+    else:
+        names, unit = np.unique(units[indices(train)], return_inverse=True)
+        held_units = holdout_indices(len(names), holdout)[1]
+        kept, held = (np.flatnonzero(np.isin(unit, held_units) == there) for there in (False, True))
     return Subset(train, kept.tolist()), {HOLDOUT: Subset(train, held.tolist())}
+
+
+def indices(records: Dataset[Any]) -> NDArray[np.int64]:
+    """Which records of the whole split these are."""
+    if isinstance(records, Subset):
+        return indices(records.dataset)[np.asarray(records.indices)]
+    return np.arange(length(records))
 
 
 def lengths(records: Dataset[Any]) -> NDArray[np.int64]:

@@ -26,6 +26,7 @@ from pmlf.experiments.options import OwnData
 from pmlf.experiments.scoring import scored
 from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.splits import by_length, length, lengths
+from pmlf.mechanism.units import MOST_RECORDS, Units
 from pmlf.models.pretrained import Tuning
 from pmlf.models.text import load_classifier, load_language_model
 from pmlf.models.vision import ImageInput, load_image_classifier
@@ -45,12 +46,18 @@ class Task:
     collate_fn: Callable[[list[Any]], Any] | None = None
     augmentation: Augmentation | None = None
     lengths: NDArray[np.int64] | None = None  # of the training records, if they differ
+    units: Units | None = None  # that the training records belong to, if those are protected
     save_pretrained: Callable[[Path, tuple[str, ...] | None], None] | None = None  # configuration and tokenizer
 
     @property
     def records(self) -> int:
-        """The number n of training records."""
+        """The number of training records."""
         return length(self.train)
+
+    @property
+    def population(self) -> int:
+        """The number n of what is protected: training records, or units."""
+        return self.records if self.units is None else self.units.count
 
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of each sample."""
@@ -93,7 +100,27 @@ def prepare(spec: RunSpec, data_dir: Path | None = None) -> Task:
             f"model={spec.model!r} is for images, and these are texts: leave it out, or give the name of a text model "
             "on the Hugging Face hub or its folder"
         )
-    return kind.prepare(spec, data_dir)
+    return _of_units(kind.prepare(spec, data_dir), spec)
+
+
+def _of_units(task: Task, spec: RunSpec) -> Task:
+    """The task with the units of its training records, if the spec names their column."""
+    ids, most = _unit_ids(spec), spec.own.max_records_per_unit
+    if ids is None:
+        _refuse_given("`unit_column`", {"max_records_per_unit": most})
+        return task
+    assert spec.own.unit_column is not None
+    own = ids[splits.indices(task.train)]
+    return replace(task, units=Units(own, most=MOST_RECORDS if most is None else most, name=spec.own.unit_column))
+
+
+def _unit_ids(spec: RunSpec) -> NDArray[np.str_] | None:
+    """The unit of each record of the whole training split; None if records are protected."""
+    if spec.own.unit_column is None:
+        return None
+    if spec.dataset in data.NAMES:
+        raise ValueError(f"`unit_column` is only for your own data, and {spec.dataset!r} has none: leave it out")
+    return np.array(data.unit_column(spec.dataset, spec.own.unit_column))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,7 +373,8 @@ def _split(
 ) -> tuple[Dataset[Any], Mapping[str, Dataset[Any]]]:
     """Training and evaluation records. `holdout` is what to hold out if the spec does not say."""
     held_out = holdout if spec.holdout is None else spec.holdout
-    return splits.split(train, judged_on, most=spec.records, holdout=held_out)
+    units = None if held_out is None else _unit_ids(spec)
+    return splits.split(train, judged_on, most=spec.records, holdout=held_out, units=units)
 
 
 def _refuse_unjudged(spec: RunSpec, judged_on: Mapping[str, Dataset[Any]]) -> None:

@@ -18,6 +18,7 @@ from pmlf.mechanism.cycles import Groups
 from pmlf.mechanism.events import cyclic
 from pmlf.mechanism.noise import Randomness, SharedRandomness
 from pmlf.mechanism.records import Records
+from pmlf.mechanism.units import Units
 
 
 class LogicalBatch:
@@ -87,6 +88,8 @@ class PoissonBatches:
         cycle: The number of groups, at most n/B; 1 is plain Poisson sampling.
         largest_batch: M: a draw of more records is cut to M of them, uniformly at random, which the accountant must
             be told (`pmlf.accounting.overflow`). None cuts nothing.
+        units: The units that records belong to. Then units are drawn, n, B and M count units, and all records that a
+            unit brings are in one micro-batch.
 
     Raises:
         ValueError: An argument is out of range, or the dataset cannot be sampled by index.
@@ -113,8 +116,10 @@ class PoissonBatches:
         ranks: int = 1,
         cycle: int = 1,
         largest_batch: int | None = None,
+        units: Units | None = None,
     ) -> None:
-        self.population = population(dataset)
+        records = population(dataset)
+        self.population, self.units = records if units is None else units.count, units
         if not (is_number(expected_batch_size) and 0.0 < expected_batch_size <= self.population):
             raise ValueError(
                 f"expected_batch_size={expected_batch_size} is not in (0, {self.population}]: it is the expected "
@@ -130,6 +135,8 @@ class PoissonBatches:
             require_count("largest_batch", largest_batch, "it is the largest number of records in a batch")
             if cycle > 1:
                 raise ValueError(f"largest_batch={largest_batch} with cycle={cycle}: give one of the two")
+        if units is not None:
+            units.check(records, max_physical_batch_size)
         self.largest_batch = largest_batch
         self.rate = expected_batch_size / self.population
         self._group_rate, _ = cyclic(self.rate, 0, cycle)
@@ -139,8 +146,8 @@ class PoissonBatches:
         self.max_physical_batch_size = max_physical_batch_size
         self._num_workers = num_workers
         self._device = torch.device(device)
-        if lengths is not None and len(lengths) != self.population:
-            raise ValueError(f"lengths has {len(lengths)} numbers for {self.population} records: give one per record")
+        if lengths is not None and len(lengths) != records:
+            raise ValueError(f"lengths has {len(lengths)} numbers for {records} records: give one per record")
         self._lengths = lengths
         self._rank, self._ranks = rank, ranks
         self._drawn: dict[int, NDArray[np.int64]] = {}  # by step, for the steps not done yet
@@ -196,11 +203,14 @@ class PoissonBatches:
             if self.largest_batch is not None and len(drawn) > self.largest_batch:
                 order = np.argsort(self._randomness.stream("truncation", step, *again).words(len(drawn)), kind="stable")
                 drawn = drawn[np.sort(order[: self.largest_batch])]
+            if self.units is not None:
+                drawn = self.units.brought(drawn, self._randomness.stream("records", step, *again))
             self._drawn[step] = drawn
-        chosen = self._drawn[step]
+        chosen, size = self._drawn[step], self.max_physical_batch_size
+        if self.units is not None:
+            return self.units.micro_batches(chosen, size, self._lengths)[self._rank :: self._ranks]
         if self._lengths is not None:
             chosen = chosen[np.argsort(self._lengths[chosen], kind="stable")]
-        size = self.max_physical_batch_size
         return [chosen[i : i + size] for i in range(0, len(chosen), size)][self._rank :: self._ranks]
 
     def eligible(self, step: int) -> NDArray[np.int64]:

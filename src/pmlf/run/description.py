@@ -16,7 +16,7 @@ def run_facts(run: PrivateRun) -> Facts:
     """What a run is and how far it is, as pairs of name and value."""
     settings, plan = run.private_step.settings, run.budget.plan
     epochs = run.planned_epochs
-    neighbour = "one record zeroed out" if plan.event.overflow else "one record added or removed"
+    neighbour = "zeroed out" if plan.event.overflow else "added or removed"
     clipped = settings.clipping if settings.adaptive is None else f"at first, {settings.adaptive}"
     target = "" if plan.target_epsilon is None else f" of {plan.target_epsilon:g}"
     rates = ", ".join(sorted({f"{float(group['lr']):g}" for group in run.optimizer.param_groups}))
@@ -27,15 +27,16 @@ def run_facts(run: PrivateRun) -> Facts:
     return [
         ("method", settings.method.name),
         ("steps", f"{run.steps_done} of {run.steps} done, {epochs.count} epoch{'s' * (epochs.count != 1)}"),
-        ("epsilon", f"{run.budget.epsilon():.4g}{target} spent, delta {plan.delta:g}, {neighbour}"),
+        ("epsilon", f"{run.budget.epsilon():.4g}{target} spent, delta {plan.delta:g}"),
+        ("protects", f"{run.unit}, {neighbour}"),
         (
             "mechanism",
             f"noise multiplier {settings.noise_multiplier:.4g}, clip norm {settings.clip_norm:g} ({clipped})",
         ),
         (
             "batches",
-            f"Poisson, {settings.expected_batch_size:g} of {epochs.records} records expected, at most "
-            f"{run.max_physical_batch_size} in memory",
+            f"Poisson, {settings.expected_batch_size:g} of {epochs.records} {'units' * settings.units or 'records'} "
+            f"expected, at most {run.max_physical_batch_size} records in memory",
         ),
         ("model", f"{type(run.model).__name__}, {trained:,} trained parameters"),
         ("optimizer", optimizer),
@@ -53,6 +54,7 @@ def saved_mechanism(run: PrivateRun) -> dict[str, Any]:
         "adaptive_clipping": None if settings.adaptive is None else repr(settings.adaptive),
         "largest_batch": run.largest_batch,
         "records": run.planned_epochs.records,
+        "unit": run.unit,
         "expected_batch_size": settings.expected_batch_size,
         "noise_multiplier": settings.noise_multiplier,
         "clip_norm": settings.clip_norm,

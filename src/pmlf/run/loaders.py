@@ -1,4 +1,4 @@
-"""A `DataLoader` in place of a dataset: what a run takes from it, and what it refuses."""
+"""How a run loads its records: what it takes from a `DataLoader`, and the check of what is collated."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -14,6 +16,11 @@ from torch.utils.data import (
     SubsetRandomSampler,
     default_collate,
 )
+
+from pmlf.mechanism.records import Collate, collation, steady, takes_together
+from pmlf.step import PrivateStep
+
+_COLLATED = 256  # records on which the collate function is checked, beside the shortest and the longest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,3 +149,20 @@ def _covers_once(loader: DataLoader[Any]) -> bool:
     return (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     )
+
+
+def check_records(
+    step: PrivateStep, dataset: Any, collate_fn: Collate | None, lengths: NDArray[np.int64] | None
+) -> bool:
+    """Check that records do not change each other when they are collated.
+
+    Returns whether several may be loaded at once. Records that are loaded one by one and not collated by the user
+    cannot change each other. Random records cannot be compared, and are loaded one by one.
+    """
+    if collate_fn is None and not takes_together(dataset):
+        return False
+    extremes = () if lengths is None else (int(lengths.argmin()), int(lengths.argmax()))
+    looked_at = sorted({*range(min(_COLLATED, len(dataset))), *extremes})
+    together = takes_together(dataset) and steady(dataset, looked_at, collate_fn)
+    step.check_collation(looked_at, collation(dataset, looked_at, collate_fn, together=together))
+    return together

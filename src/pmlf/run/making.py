@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import default_collate
 
 from pmlf.basics.arguments import is_number, plain, require_count, require_positive, steps_of_epochs
 from pmlf.engine.augmentation import Augmentation
@@ -22,27 +20,25 @@ from pmlf.engine.passes import LossFunction
 from pmlf.engine.plan import Gradients
 from pmlf.evidence.budget import continued_noise
 from pmlf.evidence.ledger import Ledger
-from pmlf.evidence.tally import PrivacyPlan
+from pmlf.evidence.tally import RECORD, PrivacyPlan
 from pmlf.mechanism import accounting
 from pmlf.mechanism.accounting import Event
 from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
 from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
-from pmlf.mechanism.records import Collate, alone, collation, steady, takes_together
 from pmlf.mechanism.sampling import PoissonBatches, population
 from pmlf.mechanism.truncation import chance_of_a_cut
+from pmlf.mechanism.units import MOST_RECORDS, Units
 from pmlf.methods import Method, resolve
 from pmlf.parallel.processes import Group, joined
 from pmlf.run.averaging import ParameterAverage
 from pmlf.run.iteration import Epochs
-from pmlf.run.loaders import loading
+from pmlf.run.loaders import check_records, loading
 from pmlf.run.names import OF_OPACUS, known_arguments_only, refuse_wrapped
 from pmlf.run.private_run import PrivateRun
 from pmlf.run.scheduling import Interval, checked_interval
-from pmlf.run.sizing import EXAMPLES, physical_batch_size
+from pmlf.run.sizing import measured_size
 from pmlf.run.together import budget_of, facts_of_plan, facts_of_records, shared_draws
 from pmlf.step import PrivateStep
-
-_COLLATED = 256  # records on which the collate function is checked, beside the shortest and the longest
 
 
 @known_arguments_only(OF_OPACUS)
@@ -61,6 +57,9 @@ def make_private(
     clipping: Clipping = "flat",
     adaptive_clipping: AdaptiveClipping | None = None,
     ledger: Ledger | None = None,
+    units: Any = None,
+    max_records_per_unit: int = MOST_RECORDS,
+    unit_name: str = "unit",
     # what is trained
     model: nn.Module,
     optimizer: Optimizer,
@@ -84,9 +83,10 @@ def make_private(
 ) -> PrivateRun:
     """Build a `PrivateRun`: T private steps that together are (target_epsilon, target_delta)-DP.
 
-    The unit of privacy is one record, added or removed. Every step draws a Poisson batch, clips each sample's momentum,
-    adds Gaussian noise to the sum, divides by B and filters the result (Algorithm 1); the privacy of T steps is
-    Theorem 2. What would break the guarantee is refused before training starts.
+    The unit of privacy is one record, added or removed, or, with `units`, one unit with all its records. Every step
+    draws a Poisson batch, clips each sample's momentum, adds Gaussian noise to the sum, divides by B and filters the
+    result (Algorithm 1); the privacy of T steps is Theorem 2. What would break the guarantee is refused before training
+    starts.
 
     The arguments say, in this order, what is private, what is trained, and how it runs.
 
@@ -109,6 +109,12 @@ def make_private(
             (`pmlf.AdaptiveClipping`). What is released for it is part of the same epsilon.
         ledger: A ledger file. Every step is written to it before it is released, and the target then covers all that
             is in it.
+        units: One id per record, in the order of the dataset, such as patient numbers: whole numbers or texts. Then
+            batches are drawn from the units, the mean of a unit's momenta is clipped once, and n, batch_size, epochs
+            and delta count units. Which records have one id is private; the numbers of units and records are public.
+        max_records_per_unit: The largest number of records that a unit brings to a step; of more, some are chosen at
+            random, at every step anew. At most max_physical_batch_size.
+        unit_name: What a unit is called in the certificate, such as "patient".
         model: The model to train. Layers that mix samples, such as BatchNorm, are refused: see `pmlf.fix_model`.
         optimizer: A torch optimizer over the model's trainable parameters. LBFGS and SparseAdam are refused.
         loss_fn: A function of (model, batch) that returns one loss per sample (`reduction="none"`). Or a criterion of
@@ -166,16 +172,16 @@ def make_private(
     refuse_wrapped(model, optimizer)
     load = loading(dataset, plain(batch_size), collate_fn, num_workers)
     dataset, batch_size, collate_fn, num_workers = load.dataset, load.batch_size, load.collate_fn, load.num_workers
-    records = population(dataset)
+    whole, records = _protected(dataset, units, max_records_per_unit, unit_name)
     epsilon, delta = plain(target_epsilon), _checked_delta(plain(target_delta), records)
     planned = planned_steps(plain(epochs), plain(steps), records, batch_size)
-    method = resolve(method)
+    method, unit = resolve(method), RECORD if whole is None else whole.name
     bands, rate, given_noise = method.noise.bands, _sample_rate(batch_size, records), plain(noise_multiplier)
     beside = {"bands": bands, "processes": processes.size}
     cut = chance_of_a_cut(largest_batch, records, batch_size, planned, epsilon, delta, **beside)
     z = processes.by_first(lambda: _noise_multiplier(given_noise, epsilon, delta, rate, planned, ledger, bands, cut))
     event = Event(noise_multiplier=z, sample_rate=accounting.cyclic(rate, planned, bands)[0], overflow=cut)
-    plan = PrivacyPlan(event=event, steps=planned, delta=delta, target_epsilon=epsilon, bands=bands)
+    plan = PrivacyPlan(event=event, steps=planned, delta=delta, target_epsilon=epsilon, bands=bands, unit=unit)
     randomness = _randomness(seed)
     _check_optimizer(model, optimizer)
     epoch_count = Epochs(records=records, batch_size=batch_size, steps=planned).count
@@ -198,17 +204,16 @@ def make_private(
         cycle=bands,
         gradients=gradients,
         assume_independent_samples=assume_independent_samples,
+        units=whole is not None,
         group=processes,
     )
-    processes.require_same(facts_of_records(dataset, collate_fn, lengths, processes))
-    together = _check_records(private_step, dataset, collate_fn, lengths)
-    if isinstance(max_physical_batch_size, str) and max_physical_batch_size == "auto":
-        max_physical_batch_size = _measured_size(private_step, dataset, collate_fn)
+    processes.require_same(facts_of_records(dataset, collate_fn, lengths, whole, processes))
+    together = check_records(private_step, dataset, collate_fn, lengths)
     sampler = PoissonBatches(
         dataset,
         expected_batch_size=batch_size,
         randomness=shared_draws(randomness, processes),
-        max_physical_batch_size=max_physical_batch_size,
+        max_physical_batch_size=measured_size(max_physical_batch_size, private_step, dataset, collate_fn, whole),
         collate_fn=collate_fn,
         num_workers=num_workers,
         device=private_step.trained[0].device,
@@ -218,10 +223,20 @@ def make_private(
         ranks=processes.size,
         cycle=bands,
         largest_batch=largest_batch,
+        units=whole,
     )
     average = None if ema is None else ParameterAverage(ema)
     budget = budget_of(plan, randomness.reproducible, ledger, processes)
     return PrivateRun(private_step, sampler, optimizer, scheduler, average, budget, interval)
+
+
+def _protected(dataset: Any, units: Any, most: int, name: str) -> tuple[Units | None, int]:
+    """The units that are protected, None for records, and their number, n."""
+    records = population(dataset)
+    if units is None:
+        return None, records
+    whole = Units(units, most=most, name=name)
+    return whole, whole.count
 
 
 def planned_steps(epochs: float | None, steps: int | None, records: int, batch_size: float) -> int:
@@ -341,29 +356,3 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             f"parameter {missing[0]!r} is trainable but not in the optimizer: add it to the optimizer, or freeze it by "
             "requires_grad_(False)"
         )
-
-
-def _check_records(
-    step: PrivateStep, dataset: Any, collate_fn: Collate | None, lengths: NDArray[np.int64] | None
-) -> bool:
-    """Check that records do not change each other when they are collated.
-
-    Returns whether several may be loaded at once. Records that are loaded one by one and not collated by the user
-    cannot change each other. Random records cannot be compared, and are loaded one by one.
-    """
-    if collate_fn is None and not takes_together(dataset):
-        return False
-    extremes = () if lengths is None else (int(lengths.argmin()), int(lengths.argmax()))
-    looked_at = sorted({*range(min(_COLLATED, len(dataset))), *extremes})
-    together = takes_together(dataset) and steady(dataset, looked_at, collate_fn)
-    step.check_collation(looked_at, collation(dataset, looked_at, collate_fn, together=together))
-    return together
-
-
-def _measured_size(step: PrivateStep, dataset: Any, collate_fn: Collate | None) -> int:
-    """The micro-batch size that fits memory and is fast; nearly all draws have at most B + 4 sqrt(B) samples."""
-    records, expected = len(dataset), step.settings.expected_batch_size
-    example = (collate_fn or default_collate)([alone(dataset, index) for index in range(min(EXAMPLES, records))])
-    drawn = min(math.ceil(expected + 4 * math.sqrt(expected)), records)
-    size = physical_batch_size(step, example, most=math.ceil(drawn / step.processes.size))  # some for every rank
-    return step.processes.by_first(lambda: size)

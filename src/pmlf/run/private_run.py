@@ -104,6 +104,11 @@ class PrivateRun:
         return self.private_step.model
 
     @property
+    def unit(self) -> str:
+        """What is protected, in words."""
+        return "one record" if self._sampler.units is None else self._sampler.units.description
+
+    @property
     def steps(self) -> int:
         """The number of steps planned, T."""
         return self.budget.plan.steps
@@ -203,7 +208,8 @@ class PrivateRun:
                 self._refuse_other(batch)
                 self._due = None
                 for indices, micro_batch in batch.numbered():
-                    self.private_step.accumulate(micro_batch, samples=indices)
+                    units = None if self._sampler.units is None else self._sampler.units.of(indices.numpy())
+                    self.private_step.accumulate(micro_batch, samples=indices, units=units)
             spend(self.budget, batch.step, self.processes)  # on the disk before the release
         except BaseException:
             if self._due is None:
@@ -300,6 +306,7 @@ class PrivateRun:
             adaptive=step.settings.adaptive,
             sum_multiplier=step.settings.sum_multiplier,
             records=self._sampler.population,
+            units=self._sampler.units,
             expected_batch_size=step.settings.expected_batch_size,
             steps_done=self.steps_done,
             randomness=step.noise_source,

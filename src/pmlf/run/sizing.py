@@ -12,15 +12,18 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import default_collate
 
 from pmlf.basics.batches import batch_size, select, synthetic
 from pmlf.mechanism.noise import SeededRandomness
+from pmlf.mechanism.records import Collate, alone
+from pmlf.mechanism.units import Units
 from pmlf.step import PrivateStep
 
 EXAMPLES = 32  # records whose shapes are used: the larger of the two sizes
@@ -29,13 +32,16 @@ _MEMORY_SHARE = 0.5
 _TIMED_SECONDS = 1.0
 
 
-def physical_batch_size(step: PrivateStep, example: Any, *, most: int, free_bytes: int | None = None) -> int:
+def physical_batch_size(
+    step: PrivateStep, example: Any, *, most: int, least: int = 1, free_bytes: int | None = None
+) -> int:
     """Choose the number of samples in memory at once.
 
     Args:
         step: The private step. It releases nothing here.
         example: A batch, of which only the shapes and dtypes are used.
         most: The largest size allowed.
+        least: The smallest size of use, if it fits.
         free_bytes: The free memory; None asks the system.
 
     Returns:
@@ -51,8 +57,10 @@ def physical_batch_size(step: PrivateStep, example: Any, *, most: int, free_byte
     free = _free_bytes(device) if free_bytes is None else free_bytes
 
     def trial(size: int) -> Callable[[], None]:
+        units = torch.arange(size) if step.settings.units else None
+
         def accumulate() -> None:
-            step.accumulate(select(inputs, slice(0, size)))
+            step.accumulate(select(inputs, slice(0, size)), units=units)
             step.discard()
 
         return accumulate
@@ -68,8 +76,33 @@ def physical_batch_size(step: PrivateStep, example: Any, *, most: int, free_byte
             f"one sample of this model takes about {(memory.fixed + memory.each) / 2**20:.0f} MB, more than half of "
             f"the {free / 2**20:.0f} MB that are free: use a smaller model, or free memory"
         )
-    enough = max(large, seconds.fixed * (1 / _FIXED_SHARE - 1) / seconds.each) if seconds.each > 0 else most
+    enough = max(large, least, seconds.fixed * (1 / _FIXED_SHARE - 1) / seconds.each) if seconds.each > 0 else most
     return max(1, min(8 * math.ceil(enough / 8), fits, most))  # multiples of 8 suit the hardware
+
+
+def measured_size(
+    given: int | Literal["auto"], step: PrivateStep, dataset: Any, collate_fn: Collate | None, units: Units | None
+) -> int:
+    """The micro-batch size as given, or for "auto" one that fits memory and is fast.
+
+    Nearly all draws have at most B + 4 sqrt(B) samples.
+
+    Args:
+        given: The size, or "auto".
+        step: The private step.
+        dataset: The dataset.
+        collate_fn: Makes a batch of a list of records; None for torch's default.
+        units: The units that are drawn; None for records.
+    """
+    if not isinstance(given, str) or given != "auto":
+        return given
+    records_each = 1 if units is None else units.most
+    records, expected = len(dataset), step.settings.expected_batch_size
+    example = (collate_fn or default_collate)([alone(dataset, index) for index in range(min(EXAMPLES, records))])
+    drawn = min(math.ceil(expected + 4 * math.sqrt(expected)) * records_each, records)
+    most = max(records_each, math.ceil(drawn / step.processes.size))  # some for every rank
+    size = physical_batch_size(step, example, most=most, least=records_each)
+    return step.processes.by_first(lambda: size)
 
 
 class _Line:

@@ -18,6 +18,7 @@ from pmlf.evidence.ledger import Ledger, Position
 from pmlf.evidence.tally import PrivacyPlan
 from pmlf.mechanism.noise import Randomness, SharedRandomness
 from pmlf.mechanism.records import Collate
+from pmlf.mechanism.units import Units
 from pmlf.parallel.processes import Processes
 
 _COMPARED = 32  # records that are compared between ranks
@@ -85,7 +86,11 @@ def facts_of_plan(
 
 
 def facts_of_records(
-    dataset: Any, collate_fn: Collate | None, lengths: NDArray[np.int64] | None, processes: Processes
+    dataset: Any,
+    collate_fn: Collate | None,
+    lengths: NDArray[np.int64] | None,
+    units: Units | None,
+    processes: Processes,
 ) -> dict[str, str]:
     """The number of records and a digest of some, spread over the dataset, unless they are random. In memory only."""
     if processes.size == 1:
@@ -97,4 +102,5 @@ def facts_of_records(
         "dataset (its number of records)": str(records),
         "dataset (the content of a record)": digests.pop() if len(digests) == 1 else "random",
         "lengths of records": "" if lengths is None else blake2b(lengths.tobytes()).hexdigest(),
+        "units of records": "" if units is None else units.digest(key),
     }
