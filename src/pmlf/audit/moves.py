@@ -68,7 +68,7 @@ def move(batch: Any, seen: list[Range], generator: torch.Generator) -> Moved:
 def _moved(batch: Any, rows: slice, whose: str, seen: list[Range], generator: torch.Generator) -> Moved:
     """Change some rows of one tensor of the batch, by a random move for its dtype."""
     batch = copy.deepcopy(batch)
-    tensors = list(tensors_of(batch))
+    tensors = tensors_of(batch)
     chosen = _below(len(tensors), generator)
     part = tensors[chosen][rows]
     moves = _FLOAT_MOVES if part.is_floating_point() else _INTEGER_MOVES

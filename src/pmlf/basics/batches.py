@@ -14,20 +14,22 @@ import torch
 from torch import Tensor
 
 
-def tensors_of(batch: Any) -> Iterator[Tensor]:
+def tensors_of(batch: Any) -> list[Tensor]:
     """Every tensor in a batch, in order.
 
     >>> [tuple(tensor.shape) for tensor in tensors_of((torch.zeros(2, 3), {"y": torch.zeros(2)}))]
     [(2, 3), (2,)]
     """
     if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, (tuple, list)):
-        for value in batch:
-            yield from tensors_of(value)
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_of(value)
+        return [batch]
+    found: list[Tensor] = []
+    if isinstance(batch, (tuple, list, Mapping)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, (tuple, list, Mapping)):
+                found += tensors_of(value)
+    return found
 
 
 def untensored(batch: Any) -> Iterator[Any]:
@@ -61,7 +63,7 @@ def batch_size(batch: Any) -> int:
     >>> batch_size((torch.zeros(3, 2), {"label": torch.zeros(3)}))
     3
     """
-    tensors = list(tensors_of(batch))
+    tensors = tensors_of(batch)
     sizes = {tensor.shape[0] if tensor.ndim else None for tensor in tensors}
     if not sizes:
         raise ValueError(
@@ -95,7 +97,7 @@ def whole_values(batch: Any) -> Iterator[Any]:
     if isinstance(batch, Mapping):
         for value in batch.values():
             yield from whole_values(value)
-    elif isinstance(batch, (tuple, list)) and next(tensors_of(batch), None) is not None:
+    elif isinstance(batch, (tuple, list)) and tensors_of(batch):
         for value in batch:
             yield from whole_values(value)
     elif isinstance(batch, (bool, int, float, complex, str, bytes, np.generic)):
@@ -111,7 +113,7 @@ def signature(batch: Any) -> Signature:
         return tuple(batch.shape[1:]), batch.dtype
     if isinstance(batch, Mapping):
         return type(batch).__name__, *((key, signature(value)) for key, value in batch.items())
-    if isinstance(batch, (tuple, list)) and next(tensors_of(batch), None) is not None:
+    if isinstance(batch, (tuple, list)) and tensors_of(batch):
         return type(batch).__name__, *map(signature, batch)
     return (type(batch).__name__,)
 
@@ -132,7 +134,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def same_batches(one: Any, other: Any) -> bool:
     """Whether two batches hold the same tensors, bit by bit."""
-    first, second = list(tensors_of(one)), list(tensors_of(other))
+    first, second = tensors_of(one), tensors_of(other)
     return len(first) == len(second) and all(map(same_bits, first, second))
 
 
@@ -252,7 +254,7 @@ def _mapped(batch: Any, on_tensor: Callable[[Tensor], Tensor], on_values: Callab
         made.update(mapped)
         return made
     if isinstance(batch, (tuple, list)):
-        if next(tensors_of(batch), None) is None:
+        if not tensors_of(batch):
             return on_values(batch)
         parts = [_mapped(value, on_tensor, on_values) for value in batch]
         return type(batch)(*parts) if isinstance(batch, tuple) and type(batch) is not tuple else type(batch)(parts)

@@ -130,7 +130,7 @@ def modes_to_check(subject: Subject, batch: Any) -> tuple[bool, ...]:
         nonlocal drew
         with subject.undisturbed(training=training, seed=seed):
             before = torch.default_generator.get_state()
-            parts = list(tensors_of(subject.loss_fn(subject.model, batch)))
+            parts = tensors_of(subject.loss_fn(subject.model, batch))
             drew |= training and not torch.equal(before, torch.default_generator.get_state())
             return torch.cat([part.detach().flatten().double().cpu() for part in parts]) if parts else torch.zeros(0)
 
@@ -174,7 +174,7 @@ def _refuse_mixed_losses(subject: Subject, batch: Any) -> None:
 
     def first_loss(of: Any, seed: int) -> tuple[float, bool]:
         with subject.undisturbed(training=True, seed=seed), half_precision_seen() as half, torch.no_grad():
-            parts = list(tensors_of(subject.loss_fn(subject.model, of)))
+            parts = tensors_of(subject.loss_fn(subject.model, of))
             return float(sum(part.reshape(samples, -1)[0].double().sum() for part in parts)), bool(half)
 
     if not math.isclose(once := first_loss(batch, 0)[0], first_loss(batch, 0)[0], rel_tol=1e-4) and once == once:
@@ -254,7 +254,7 @@ def _losses_agree(subject: Subject, batch: Any, training: bool) -> bool:
             torch.no_grad(),
             constant_draws(),
         ):
-            parts = list(tensors_of(subject.loss_fn(subject.model, some)))
+            parts = tensors_of(subject.loss_fn(subject.model, some))
             each = [part.double().reshape(batch_size(some), -1).sum(1) for part in parts]
             return torch.stack(each).sum(0).cpu(), bool(half_precision)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,13 +16,13 @@ _MANY = 1 << 17  # numbers of its wider side, below which that costs more than i
 _TINY = 1e-25  # a norm^2 below which squares that float32 cannot hold may matter
 
 
-def blocks(chosen: slice, bytes_each: int, *, together: int = 0) -> Iterator[slice]:
+def blocks(chosen: slice, bytes_each: int, *, together: int = 0) -> list[slice]:
     """Slices of the samples chosen whose work memory stays near the cache, or takes `together` bytes if that is more:
     as many samples for every thread, so that none is idle at a slice's end."""
     threads, needed = torch.get_num_threads(), max(1, bytes_each)
     step = threads * (max(CHUNK_BYTES, together // threads) // needed)
     step = step or max(1, min(threads, _LARGEST_BLOCK // needed))
-    return (slice(start, min(start + step, chosen.stop)) for start in range(chosen.start, chosen.stop, step))
+    return [slice(start, min(start + step, chosen.stop)) for start in range(chosen.start, chosen.stop, step)]
 
 
 def blank(tensor: Tensor, refused: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ that are added; that of factors makes up for rounding (`norms`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,12 +63,7 @@ class ParameterGradient:
         self._part: Tensor | None = None  # (n, size): a slice formed late, in what the backward pass has let go
         self._total: Tensor | None = None  # (size,): clipped sum of the slices formed late
         self._like: Factors | None = None  # whose order the held gradients are in; None: the parameter's own
-        self._factors: list[Factors] = []
-
-    @property
-    def factors(self) -> Sequence[Factors]:
-        """What was not formed yet."""
-        return self._factors
+        self.factors: list[Factors] = []  # what was not formed yet
 
     def add_formed(self, gradient: Tensor) -> None:
         """Add per-sample gradients (samples, *shape), which may be others' too: they are not written to."""
@@ -82,17 +76,17 @@ class ParameterGradient:
 
         Two uses of one parameter may see it as matrices of different forms: then all are formed in its own order.
         """
-        before = self._like or (self._factors[0] if self._factors else factors)
+        before = self._like or (self.factors[0] if self.factors else factors)
         own = self._held is not None and self._like is None
         if own or (before.order, before.rows, before.cols) != (factors.order, factors.rows, factors.cols):
             self.add_formed(factors.formed())
             return
-        if self._held is None and (self._factors or not self._strategy.holds_at_once(factors, points)):
-            merged = self._factors[-1].merged(factors) if self._factors else None
+        if self._held is None and (self.factors or not self._strategy.holds_at_once(factors, points)):
+            merged = self.factors[-1].merged(factors) if self.factors else None
             if merged is None:
-                self._factors.append(factors)
+                self.factors.append(factors)
             else:
-                self._factors[-1] = merged
+                self.factors[-1] = merged
             return
         add = self._held is not None
         if self._held is None:
@@ -104,28 +98,28 @@ class ParameterGradient:
         """All that was added so far as gradients in the parameter's own order."""
         if self._held is not None and self._like is not None:
             self._held = self._like.in_own_order(self._held).clone()
-        for factors in self._factors:
+        for factors in self.factors:
             rows = factors.formed()
             self._held = rows if self._held is None else self._held + rows
-        self._like, self._factors = None, []
+        self._like, self.factors = None, []
 
     def norms(self, roots: Roots) -> tuple[Tensor, Tensor | None]:
         """(norm^2, slack) of every sample, float64, norm^2 never below the true one, slack for the sum's rounding."""
         if self._held is not None:
             return squared_norms(self._held), None
-        return self._strategy.norms(self._factors, roots)
+        return self._strategy.norms(self.factors, roots)
 
     def formed(self, chosen: slice) -> Tensor:
         """The gradients of some samples, (n, size), until the next call; for `add_clipped` unless they are held."""
         if self._held is not None:
             return self._held[chosen]
-        self._like, samples = self._factors[0], chosen.stop - chosen.start
+        self._like, samples = self.factors[0], chosen.stop - chosen.start
         if self._part is None or len(self._part) < samples:
             self._part = self._like.sides(slice(0, 1))[1].new_empty(samples, self._like.size)
         part = self._part[:samples]
         for block in blocks(chosen, 4 * self._like.side_size, together=_FORM_BYTES):  # for all uses
             out = part[block.start - chosen.start : block.stop - chosen.start]
-            for index, factors in enumerate(self._factors):
+            for index, factors in enumerate(self.factors):
                 factors.form(block, out, add=index > 0)
         return part
 
@@ -138,17 +132,17 @@ class ParameterGradient:
 
     def forget_factors(self) -> None:
         """All samples were taken up by `add_clipped`."""
-        self._factors = []
+        self.factors = []
 
     def set_aside(self, taken: Tensor) -> None:
         """The marked samples were taken up by `add_clipped`, unless they are held."""
-        self._factors = [factors.without(taken) for factors in self._factors]
+        self.factors = [factors.without(taken) for factors in self.factors]
 
     def without(self, refused: Tensor) -> None:
         """Blank out the samples marked in `refused`."""
         if self._held is not None:
             self._held = blank(self._held, refused)
-        self._factors = [factors.without(refused) for factors in self._factors]
+        self.factors = [factors.without(refused) for factors in self.factors]
 
     def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool) -> None:
         """out = sum_i scale_i * gradient_i, or out += it; then forget the gradients, to make room."""
@@ -159,7 +153,7 @@ class ParameterGradient:
             arranged = total.view(out.shape) if self._like is None else self._like.arranged(total, out.shape)
             out.add_(arranged) if add else out.copy_(arranged)
             add = True
-        for factors in self._factors:
+        for factors in self.factors:
             if factors.dtype == out.dtype:
                 factors.write_clipped_sum(scale, out, add=add, scratch=self._workspace.scratch)
             else:
@@ -167,7 +161,7 @@ class ParameterGradient:
                 factors.write_clipped_sum(scale, part, add=False, scratch=self._workspace.scratch)
                 out.add_(part) if add else out.copy_(part)
             add = True
-        self._held, self._part, self._total, self._factors = None, None, None, []  # served
+        self._held, self._part, self._total, self.factors = None, None, None, []  # served
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Patches(Factors):
         shapes = self.input.shape[1:], self.grad.shape[2:], self._windows
         return *super().form_key, *shapes, self.kernel, self.stride, self.dilation
 
-    @property
+    @cached_property
     def _windows(self) -> int:
         return self.grad.shape[0] // self.samples
 

@@ -109,8 +109,11 @@ class _Holder:
     def __init__(self, name: str, attributes: dict[str, Any], module: nn.Module | None) -> None:
         self.name, self._module, self._now = name, module, attributes
         self._before = dict(attributes)
-        self._owned = [(place := attributes[own], dict(place)) for own in _OWN] if module is not None else []
+        self._owned: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for place in _OWN if module is not None else ():
+            self._owned.append((attributes[place], dict(attributes[place])))
         self._put = self._owned
+        self._as_put = False  # until `written` has looked
         self._held: dict[str, _Attribute] = {}
         self.objects: list[Any] = []  # which may have attributes of their own
         own = _BOOKKEEPING if module is not None else ()
@@ -130,7 +133,8 @@ class _Holder:
                 values = {name: replacements.get(id(value), value) for name, value in values.items()}
                 place.update(values)
             self._put.append((place, values))
-        self._flatten()
+        if isinstance(self._module, nn.RNNBase):
+            _flatten(self._module)
 
     def written(self) -> list[str]:
         """The names of what is not as it was put."""
@@ -138,16 +142,22 @@ class _Holder:
         for place, put in self._put:
             if [*map(id, place.values())] != [*map(id, put.values())] or place.keys() != put.keys():
                 found += [name for name in {**put, **place} if place.get(name) is not put.get(name)]
-        found += [name for name, held in self._held.items() if not held.same(self._now.get(name))]
+        for name, held in self._held.items():
+            if not held.same(self._now.get(name)):
+                found.append(name)
         found += self._new()
-        return [f"{self.name}.{name}" if self.name else name for name in found]
+        self._as_put = not found
+        return [f"{self.name}.{name}" if self.name else name for name in found] if found else found
 
     def restore(self) -> None:
         for place, values in self._owned:
             if [*map(id, place.values())] != [*map(id, values.values())] or place.keys() != values.keys():
                 place.clear()
                 place.update(values)
-        self._flatten()
+        if isinstance(self._module, nn.RNNBase):
+            _flatten(self._module)
+        if self._as_put:
+            return
         for name in self._new():
             del self._now[name]
             if name in self._before:
@@ -168,11 +178,10 @@ class _Holder:
                 found.append(name)
         return found
 
-    def _flatten(self) -> None:
-        """A recurrent layer keeps its parameters in a list as well, and uses that."""
-        if isinstance(self._module, nn.RNNBase):
-            flat = [getattr(self._module, name, None) for name in self._module._flat_weights_names]
-            self._module._flat_weights = flat
+
+def _flatten(module: nn.RNNBase) -> None:
+    """A recurrent layer keeps its parameters in a list as well, and uses that."""
+    module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 class _Attribute:

@@ -123,7 +123,7 @@ def collation(
 
 def _is_part(one: Any, padded: Any) -> bool:
     """Whether two batches of one sample are the same, except that `padded` may be longer at its start or end."""
-    tensors, others = list(tensors_of(one)), list(tensors_of(padded))
+    tensors, others = tensors_of(one), tensors_of(padded)
     if list(whole_values(one)) != list(whole_values(padded)):
         return False
     return len(tensors) == len(others) and all(map(_is_start_or_end, tensors, others))
