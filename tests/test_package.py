@@ -100,6 +100,13 @@ def test_every_exported_name_exists() -> None:
         _ = pmlf.epsilon
 
 
+def test_type_checkers_and_the_documentation_find_every_exported_name() -> None:
+    tree = ast.parse(Path(pmlf.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    found = {alias.name for node in imports for alias in node.names} | {"__version__"}
+    assert found >= set(pmlf.__all__)
+
+
 def test_importing_the_package_imports_neither_torch_nor_scipy() -> None:
     program = "import sys, pmlf; print({'torch', 'scipy', 'dp_accounting', 'tyro'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pmlf.engine.augmentation import Augmentation
     from pmlf.evidence.ledger import Ledger
     from pmlf.experiments.released import load
+    from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
     from pmlf.run import PrivateRun, evaluate, make_private
     from pmlf.step import PrivateStep
 
