@@ -7,10 +7,10 @@ python benchmarks/prior_linear.py trials --trials trials.json --data-dir DATA --
 
 `test` trains on the whole training split and evaluates each model once on the test split. A seed redraws everything
 random: synthetic images, dictionaries and all noise; an encoder of texts (--model) is fixed. `ablation` changes one
-thing at a time, `trials` what a file lists (`[{"epsilon": 1, "clip_norm": 0.1, "rate": 1.5}, ...]`: changes of the
-recipe, `rate` times its learning rate); both evaluate on the last 5,000 training records, which they do not train on.
-All skip what the file at --out already holds, so they resume. Models on the same features are trained side by side,
-with one pass over the features a step.
+thing at a time, `trials` what a file lists: `[{"epsilon": 1, "clip_norm": 0.1}, ...]` are changes of the recipe, with
+other `weights` of its blocks. Both evaluate on the last 5,000 training
+records, which they do not train on. All skip what the file at --out already holds, so they resume. Models on the same
+features are trained side by side, with one pass over the features a step.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ class Records:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.out: Path = arguments.out
+        encoder = None if arguments.model is None else f"{arguments.encoder or arguments.model.name}, frozen"
         self.document: dict[str, Any] = {
             "command": f"python benchmarks/prior_linear.py {arguments.what} --dataset {arguments.dataset}",
-            "recipe": "prior-linear" if arguments.model is None else f"sentence-embedding, {arguments.model.name}",
+            "recipe": encoder or "prior-linear",
             "dataset": arguments.dataset,
             "split": "test" if arguments.what == "test" else "held-out training records",
             "settings": "pmlf.experiments.linear_features",
@@ -75,6 +76,8 @@ class Records:
         }
         if self.out.exists():
             self.document = json.loads(self.out.read_text())
+        if arguments.features_seconds is not None:
+            self.document["features_processor_seconds_measured_before"] = arguments.features_seconds
 
     def has(self, **keys: Any) -> bool:
         return any(all(row.get(name) == value for name, value in keys.items()) for row in self.document["runs"])
@@ -109,16 +112,11 @@ def loaded(arguments: argparse.Namespace, seed: int) -> FeatureSplits:
 def trained(
     settings: Iterable[Mapping[str, Any]], rows: FeatureRows, labels: NDArray[np.int64], seed: int
 ) -> list[Fitted]:
-    """A model for each of the settings, trained side by side. `rate` multiplies the default learning rate."""
+    """A model for each of the settings, trained side by side."""
     found: list[Fitted] = []
     for each in settings:
-        rate = each.get("rate", 1.0)
-        given = {name: value for name, value in each.items() if name != "rate"}
-        probe = PrivateProbe(delta=DELTA, random_state=seed, **given)
-        training = probe.begin(rows, labels)
-        if rate != 1.0:
-            training = probe.set_params(learning_rate=rate * training.learning_rate).begin(rows, labels)
-        found.append((each, probe, training))
+        probe = PrivateProbe(delta=DELTA, random_state=seed, **each)
+        found.append((each, probe, probe.begin(rows, labels)))
     while advance_together([training for _, _, training in found]):
         pass
     for _, probe, training in found:
@@ -192,15 +190,17 @@ def held_out(arguments: argparse.Namespace, records: Records, asked: Sequence[Ma
     left = [trial for trial in asked if not records.has(trial=_key(trial))]
     if not left:
         return
-    splits, seed = loaded(arguments, arguments.seeds[0]), arguments.seeds[0]
+    seed, began = arguments.seeds[0], time.process_time()
+    splits = loaded(arguments, seed)
+    records.extracted(seed, time.process_time() - began)
     labels = splits.labels
     cut = len(labels) - HELD_OUT
     for kept in dict.fromkeys(tuple(trial.get("kept", ())) for trial in left):
         same = [trial for trial in left if tuple(trial.get("kept", ())) == kept]
         chosen, blocks = of_blocks(splits, kept)
         settings = [
-            {**splits.recipe(trial["epsilon"]), "blocks": blocks, "classes": len(splits.names)}
-            | {name: value for name, value in trial.items() if name not in ("kept", "change")}
+            {**splits.recipe(trial["epsilon"]), "blocks": weighted(blocks, trial), "classes": len(splits.names)}
+            | {name: value for name, value in trial.items() if name not in ("kept", "change", "weights")}
             for trial in same
         ]
         began = time.process_time()
@@ -232,14 +232,24 @@ def of_blocks(splits: FeatureSplits, kept: tuple[str, ...]) -> tuple[NDArray[Any
     return np.concatenate(parts, axis=1), tuple(blocks)
 
 
+def weighted(blocks: tuple[FeatureBlock, ...], trial: Mapping[str, Any]) -> tuple[FeatureBlock, ...]:
+    """The blocks with the weights of a trial, if it has any."""
+    weights = trial.get("weights", [block.weight for block in blocks])
+    return tuple(replace(block, weight=weight) for block, weight in zip(blocks, weights, strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("test", "ablation", "trials"))
     parser.add_argument("--dataset", choices=DATASETS, default="cifar10")
     parser.add_argument("--model", type=Path, help="the folder of an encoder of texts")
+    parser.add_argument("--encoder", help="the name of the encoder, for the record, if its folder does not say it")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS))
+    parser.add_argument(
+        "--features-seconds", type=float, help="processor seconds of a seed's features that are already in the cache"
+    )
     parser.add_argument("--trials", type=Path, help="for trials: a JSON list of changes")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

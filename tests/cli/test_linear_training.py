@@ -11,6 +11,7 @@ import pytest
 from pmlf.cli.main import main
 from pmlf.experiments import linear_features
 from pmlf.priors import PatchSpec, PriorSpec
+from twins import write_glue, write_text_model
 
 COMMAND = ["train", "--model", "prior-linear", "--epsilon", "8", "--records", "400", "--steps", "2"]
 
@@ -38,3 +39,27 @@ def test_a_run_prints_its_certified_epsilon_and_a_complete_run_resumes_to_its_re
 def test_an_option_of_networks_is_refused_by_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--out", str(tmp_path / "run"), "--show-sensitive"]) == 2
     assert "--show-sensitive is not an option of --model prior-linear" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("epsilon", "told"), [("1", True), ("20", False)])
+def test_a_network_of_images_at_a_small_epsilon_names_the_cost_of_a_linear_model(
+    epsilon: str, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", "linear", "--steps", "1", "--batch-size", "50", "--records", "200", "--epsilon", epsilon]
+    assert main(["train", *options, "--out", str(tmp_path / "run")]) == 0
+    assert ("--model prior-linear may be more accurate" in capsys.readouterr().err) == told
+
+
+def test_an_encoder_is_trained_on_and_used_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_glue(tmp_path, "sst2", records=40)
+    given = ["--prior", "sentence-embedding", "--model", str(write_text_model(tmp_path / "bert", "bert"))]
+    options = ["--epsilon", "4", "--steps", "2", "--data-dir", str(tmp_path), "--out", str(tmp_path / "run"), "--json"]
+    assert main(["train", "--dataset", "sst2", *given, *options]) == 0
+    assert json.loads(capsys.readouterr().out)["certified_epsilon"] <= 4
+    assert main(["predict", str(tmp_path / "run"), "--text", "a good film", "dull", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["predictions"]
+    assert [row["prediction"] in ("negative", "positive") for row in rows] == [True, True]
+    assert main(["train", "--dataset", "sst2", *given, "--lora-rank", "2", "--data-dir", str(tmp_path)]) == 2
+    assert "--lora-rank is not a setting of sentence-embedding" in capsys.readouterr().err

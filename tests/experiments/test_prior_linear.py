@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from PIL import Image
 import pmlf
 from pmlf import data
 from pmlf.experiments import export, linear_features, prior_linear
-from pmlf.experiments.options import PretrainedOptions
+from pmlf.experiments.options import OwnData, PretrainedOptions
 from pmlf.experiments.results import SilentObserver
 from pmlf.experiments.spec import RunSpec
 from pmlf.priors import PatchSpec, PriorSpec
@@ -155,3 +156,20 @@ def test_an_embedding_needs_an_encoder(tmp_path: Path) -> None:
     spec = RunSpec(dataset="sst2", pretrained=PretrainedOptions(prior="sentence-embedding"))
     with pytest.raises(ValueError, match="needs an encoder"):
         prior_linear.run(spec, tmp_path / "run")
+
+
+def test_your_own_images_train_and_predict(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        for name, level in (("dark", 30), ("light", 200)):
+            folder = tmp_path / "own" / split / name
+            folder.mkdir(parents=True)
+            for number in range(6):
+                Image.new("RGB", (40, 32), (level, level + number, level)).save(folder / f"{number}.png")
+    own = OwnData(labels=("dark", "light"))
+    spec = RunSpec(dataset=str(tmp_path / "own"), model="prior-linear", own=own, epsilon=8.0, steps=1, seed=0)
+    assert prior_linear.run(spec, tmp_path / "run").steps == 1
+    (row, *_) = pmlf.load(tmp_path / "run").predict_files([tmp_path / "own" / "test"])
+    assert row["prediction"] in own.labels
+    several = OwnData(labels=("dark", "light"), task="multilabel")
+    with pytest.raises(ValueError, match="takes classes"):
+        prior_linear.run(replace(spec, own=several), tmp_path / "other")

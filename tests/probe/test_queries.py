@@ -65,6 +65,7 @@ def settings_of(
         batch_size=None,
         clip_norm=clip_norm,
         learning_rate=None,
+        score_noise=0.9,
         low_pass=LowPass(),
         schedule="cosine",
         averaging=0.0,

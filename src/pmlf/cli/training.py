@@ -146,6 +146,8 @@ class Train(TrainingCommand):
         if not first:
             return _exit_code(result.interrupted_by) if result.interrupted_by else 0
         self.show(result.to_json(), display.run_summary(result))
+        if closing := linear_training.advice(result):
+            say(closing)
         return _ended(result)
 
     def _new(self) -> tuple[RunSpec, Path]:

@@ -110,6 +110,7 @@ def recipe(prior: ImagePrior, epsilon: float) -> dict[str, Any]:
         "blocks": blocks,
         "steps": 30,
         "clip_norm": 0.2 if prior.spec.channels == 3 else 1.0,
+        "score_noise": 1.3,
         "low_pass": FILTER,
         "mean_share": 0.07,
         "moments_share": 0.04,
@@ -129,6 +130,7 @@ def embedding_recipe(width: int, epsilon: float) -> dict[str, Any]:
         "blocks": (FeatureBlock(start=0, stop=width),),
         "steps": 30,
         "clip_norm": 0.3,
+        "score_noise": 0.9,
         "low_pass": FILTER,
         "mean_share": 0.07,
         "moments_share": 0.04,
@@ -138,7 +140,8 @@ def embedding_recipe(width: int, epsilon: float) -> dict[str, Any]:
 
 
 def _synthetic(spec: RunSpec, data_dir: Path | str | None, extracting: Progress | None) -> FeatureSplits:
-    form, target, mirrors = described(spec.dataset, None, declared_target(spec.own))
+    form, declared, mirrors = described(spec.dataset, None, declared_target(spec.own))
+    target = _classes(declared)
     if spec.own.image_size is not None:
         form = replace(form, size=spec.own.image_size)
     images = data.load(spec.dataset, data_dir, form=form, target=target, label_column=spec.own.label_column)
@@ -151,7 +154,7 @@ def _synthetic(spec: RunSpec, data_dir: Path | str | None, extracting: Progress 
 
     features, labels, judged_on = _split(spec, {"train": images.train, "test": images.test}, labelled)
     return FeatureSplits(
-        form=ModelForm(model=MODEL, inputs=form, target=_classes(target), linear=True),
+        form=ModelForm(model=MODEL, inputs=form, target=target, linear=True),
         kind=SYNTHETIC,
         encoder=PriorEncoder(prior, form),
         recipe=partial(recipe, prior),
@@ -165,7 +168,8 @@ def _synthetic(spec: RunSpec, data_dir: Path | str | None, extracting: Progress 
 def _images(spec: RunSpec, data_dir: Path | str | None, extracting: Progress | None) -> FeatureSplits:
     encoder = ImageEncoder.load(_encoder_of(spec))
     assert encoder.images is not None
-    _, target, _ = described(spec.dataset, None, declared_target(spec.own))
+    _, declared, _ = described(spec.dataset, None, declared_target(spec.own))
+    target = _classes(declared)
     form = pretrained_form(encoder.images, spec.own.image_size, spec.model_name)
     images = data.load(spec.dataset, data_dir, form=form, target=target, label_column=spec.own.label_column)
 
@@ -177,9 +181,7 @@ def _images(spec: RunSpec, data_dir: Path | str | None, extracting: Progress | N
 
     features, labels, judged_on = _split(spec, {"train": images.train, "test": images.test}, labelled)
     return FeatureSplits(
-        form=ModelForm(
-            model=Path(spec.model_name).name, inputs=form, target=_classes(target), pretrained=True, linear=True
-        ),
+        form=ModelForm(model=Path(spec.model_name).name, inputs=form, target=target, pretrained=True, linear=True),
         kind=IMAGES,
         encoder=encoder,
         recipe=partial(embedding_recipe, features.shape[1]),
@@ -193,6 +195,7 @@ def _images(spec: RunSpec, data_dir: Path | str | None, extracting: Progress | N
 def _sentences(spec: RunSpec, data_dir: Path | str | None, extracting: Progress | None) -> FeatureSplits:
     encoder = SentenceEncoder.load(_encoder_of(spec))
     texts = data.load_text(spec.dataset, None if data_dir is None else Path(data_dir), text_columns(spec))
+    target = _classes(texts.columns.target)
     longest, cut = encoder.longest, spec.pretrained.max_length is not None
     if spec.pretrained.max_length is not None:
         require_count("max_length", spec.pretrained.max_length, "it is the number of tokens to keep")
@@ -220,7 +223,7 @@ def _sentences(spec: RunSpec, data_dir: Path | str | None, extracting: Progress 
         form=ModelForm(
             model=Path(spec.model_name).name,
             inputs=form,
-            target=_classes(texts.columns.target),
+            target=target,
             pretrained=True,
             metrics=texts.metrics,
             linear=True,

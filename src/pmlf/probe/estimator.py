@@ -50,7 +50,9 @@ class PrivateProbe:
         steps: The number of steps, T.
         batch_size: The expected batch size of Poisson sampling; None for full batches, which are more accurate.
         clip_norm: C, the bound on a record's gradient.
-        learning_rate: eta; None derives it from public numbers, so that the noise in a score stays moderate.
+        learning_rate: eta; None derives it from public numbers, so that the noise in a score is `score_noise`.
+        score_noise: The standard deviation of the noise in a unit vector's score after all steps, if no learning rate
+            is given. More of it means larger steps.
         low_pass: The filter of the noisy gradients; None for {-0.8}{0.2} without correction.
         schedule: "cosine" or "constant".
         averaging: The share of the last iterates whose mean is the model; 0 takes the last iterate.
@@ -94,6 +96,7 @@ class PrivateProbe:
         batch_size: int | None = None,
         clip_norm: float = 0.3,
         learning_rate: float | None = None,
+        score_noise: float = 0.9,
         low_pass: LowPass | None = None,
         schedule: str = "cosine",
         averaging: float = 0.0,
@@ -116,6 +119,7 @@ class PrivateProbe:
         self.batch_size = batch_size
         self.clip_norm = clip_norm
         self.learning_rate = learning_rate
+        self.score_noise = score_noise
         self.low_pass = low_pass
         self.schedule = schedule
         self.averaging = averaging

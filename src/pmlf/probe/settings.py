@@ -35,6 +35,7 @@ class ProbeSettings:
         batch_size: The expected batch size of Poisson sampling; None for full batches.
         clip_norm: C.
         learning_rate: The learning rate; None chooses it from public numbers.
+        score_noise: The standard deviation that this choice allows in a unit vector's score.
         low_pass: The filter of the noisy gradients.
         schedule: "cosine" or "constant".
         averaging: The share of the last iterates whose mean is the model; 0 for the last iterate.
@@ -58,6 +59,7 @@ class ProbeSettings:
     batch_size: int | None
     clip_norm: float
     learning_rate: float | None
+    score_noise: float
     low_pass: LowPass
     schedule: str
     averaging: float
@@ -81,6 +83,7 @@ class ProbeSettings:
                 raise ValueError(f"batch_size={self.batch_size} is more than the {self.records} records: give None")
         require_positive("clip_norm", self.clip_norm, "it bounds the gradient of one record")
         require_positive("moment_clip", self.moment_clip, "it bounds the squared coordinates of one record")
+        require_positive("score_noise", self.score_noise, "it is a standard deviation, usually about 1")
         if self.learning_rate is not None:
             require_positive("learning_rate", self.learning_rate, "it scales every step, give None for the default")
         if not isinstance(self.low_pass, LowPass):

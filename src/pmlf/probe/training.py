@@ -25,7 +25,6 @@ from pmlf.probe.rows import FeatureRows
 from pmlf.probe.settings import MEAN, MOMENTS, ProbeSettings
 from pmlf.probe.shaping import BlockShape, mean_sum, moment_sum, scale_of
 
-_NOISE_IN_A_SCORE = 0.9  # the standard deviation that the default learning rate allows in a unit vector's score
 _FASTEST = 2.0  # the default learning rate is at most so many times d / smoothness
 _INDEPENDENT = "by construction: the gradient of a record is w (x) (p - y), from that record and released values"
 
@@ -135,7 +134,7 @@ class ProbeTraining:
         """The learning rate: the one given, or the default, which is computed from public numbers.
 
         The noise in the score of a unit vector, summed over all steps, has the standard deviation
-        eta z C / B * gain * sqrt(sum_t pace_t^2). The default keeps it at 0.9, and at most 2 d / smoothness.
+        eta z C / B * gain * sqrt(sum_t pace_t^2). The default makes it `score_noise`, and is at most 2 d / smoothness.
         """
         given = self.settings.learning_rate
         if given is not None:
@@ -143,7 +142,7 @@ class ProbeTraining:
         settings, z = self.settings, self.budget.plan.event.noise_multiplier
         paces = math.sqrt(math.fsum(settings.pace(step) ** 2 for step in range(settings.steps)))
         gain = abs(settings.low_pass.dc_gain) or 1.0
-        by_noise = _NOISE_IN_A_SCORE * settings.divisor / (z * settings.clip_norm * gain * paces)
+        by_noise = settings.score_noise * settings.divisor / (z * settings.clip_norm * gain * paces)
         return min(by_noise, _FASTEST * self._rows.width / HEADS[settings.head].smoothness / gain)
 
     @property
