@@ -21,6 +21,7 @@ from pmlf.cli.report import Report
 from pmlf.cli.reproduce import Reproduce
 from pmlf.cli.selftest import SelfTest
 from pmlf.cli.training import Compare, Train
+from pmlf.cli.tune import Tune
 from pmlf.cli.use import Evaluate, Export, Predict
 from pmlf.parallel.failure import RankFailed
 
@@ -31,6 +32,7 @@ _AnyCommand = (
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Planning, tyro.conf.subcommand("plan")]
+    | Annotated[Tune, tyro.conf.subcommand("tune")]
     | Annotated[ProbeCommand, tyro.conf.subcommand("probe")]
     | Annotated[Account, tyro.conf.subcommand("account")]
     | Annotated[Filter, tyro.conf.subcommand("filter")]

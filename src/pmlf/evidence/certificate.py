@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pmlf.evidence.budget import BudgetGuard
-from pmlf.evidence.description import ADAPTIVE, LARGEST, OVERFLOW, SHAPE, UNITS, Contradiction
+from pmlf.evidence.description import ADAPTIVE, LARGEST, OVERFLOW, SELECTION, SHAPE, UNITS, Contradiction
 from pmlf.evidence.mechanism_words import MechanismWords
 from pmlf.evidence.statement import (
     BANDS,
@@ -23,6 +23,7 @@ from pmlf.evidence.statement import (
     FORMAT,
     NOT_ACCOUNTED_FOR,
     PLD,
+    SELECTED,
     STEPS,
     Statement,
     read_statement,
@@ -32,6 +33,7 @@ from pmlf.mechanism import accounting
 from pmlf.mechanism.accounting import Event
 from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
 from pmlf.mechanism.composition import composed_epsilon, finest_composed_epsilon
+from pmlf.mechanism.selection import Selection
 from pmlf.mechanism.units import Units
 from pmlf.methods import Method
 
@@ -134,6 +136,24 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
             "versions": _versions(),
         }
     )
+
+
+def selected(document: Mapping[str, Any], selection: Selection) -> dict[str, Any]:
+    """The certificate of the best of a random number of runs: its epsilon covers all of them.
+
+    Args:
+        document: The certificate of the best run alone.
+        selection: The distribution of the number of runs.
+
+    Raises:
+        ValueError: The run did not go as planned, or has a mechanism that this does not account for.
+    """
+    if document["composition"] != PLD:
+        raise ValueError("the best run did not go as planned, so its trials cannot be accounted for: start again")
+    event = Event(noise_multiplier=document["noise_multiplier"], sample_rate=document["sample_rate"])
+    total = selection.epsilon(event, steps=document["planned_steps"], delta=document["delta"])
+    chosen = {"mean": float(selection.mean), "distribution": selection.distribution}
+    return sealed({**document, "epsilon": total, "composition": SELECTED, SELECTION: chosen})
 
 
 def _units(units: Units | None) -> dict[str, Any]:
@@ -334,7 +354,10 @@ def _claims(stated: Statement) -> Iterator[Claim]:
             bound = min(bound, finest_composed_epsilon(events, delta=plan.delta))
         return Claim(name=name, stated=epsilon, recomputed=bound)
 
-    if stated.epsilon is not None and stated.composition == FILTER:
+    if stated.epsilon is not None and stated.selection is not None:
+        total = stated.selection.epsilon(plan.event, steps=plan.steps, delta=plan.delta)
+        yield Claim(name="epsilon", stated=stated.epsilon, recomputed=total)
+    elif stated.epsilon is not None and stated.composition == FILTER:
         spent = accounting.filter_epsilon(stated.events, delta=plan.delta)
         yield Claim(name="epsilon", stated=stated.epsilon, recomputed=spent)
     elif stated.epsilon is not None:

@@ -10,13 +10,14 @@ from typing import Any
 import jinja2
 
 from pmlf.evidence.certificate import UNBOUNDED
-from pmlf.evidence.description import ADAPTIVE, SHAPE, UNITS
-from pmlf.evidence.statement import CAPPED, FILTER
+from pmlf.evidence.description import ADAPTIVE, SELECTION, SHAPE, UNITS
+from pmlf.evidence.statement import CAPPED, FILTER, SELECTED
 
 # When the epsilons of the planned and of the released steps hold, by composition.
 _VALID_BY_PLAN = ("even if results were seen during training", "if the run was not stopped because of results")
 _VALID = {
     FILTER: ("for this run alone", "for this run alone"),
+    SELECTED: ("for one trial alone", "for one trial alone"),
     CAPPED: ("for one start without repeated steps", "if no result influenced the number of steps"),
 }
 
@@ -81,6 +82,7 @@ def _mechanism(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("each step", document["mechanism"]),
         ("unit of privacy", _unit(document)),
         *_population(document),
+        *_selection(document),
         ("expected batch size, B", f"{document['expected_batch_size']:,}"),
         (_rate_label(document), _number(document["sample_rate"])),
         ("noise multiplier, z", _number(document["noise_multiplier"])),
@@ -113,6 +115,13 @@ def _population(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("units, n", f"{units['count']:,}"),
         ("records of a unit in a step", f"at most {units['most_records']:,}, the mean of which is clipped"),
     ]
+
+
+def _selection(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    part = document.get(SELECTION)
+    if part is None:
+        return []
+    return [("best of several runs", f"their number is {part['distribution']} with mean {_number(part['mean'])}")]
 
 
 def _rate_label(document: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from pmlf.engine.momentum import CLIPPINGS
 from pmlf.evidence.json_object import JsonObject
 from pmlf.evidence.tally import RECORD
 from pmlf.mechanism.noise import SeededRandomness
+from pmlf.mechanism.selection import Selection
 from pmlf.mechanism.truncation import overflow
 
 SHAPE = "noise_shape"  # of a method with shaped noise
@@ -15,7 +16,8 @@ ADAPTIVE, LARGEST, OVERFLOW = "adaptive_clipping", "largest_batch", "overflow"  
 _SPEC = "spec_digest"  # of the run folder, if there is one
 _INDEPENDENCE, _WATCHED, _PROCESSES = "independence_of_samples", "watched_at_every_step", "processes"
 UNITS = "units"  # of several records, if those are protected
-OPTIONAL = (_SPEC, _INDEPENDENCE, _WATCHED, _PROCESSES, ADAPTIVE, LARGEST, OVERFLOW, UNITS)
+SELECTION = "selection"  # of the best of several runs
+OPTIONAL = (_SPEC, _INDEPENDENCE, _WATCHED, _PROCESSES, ADAPTIVE, LARGEST, OVERFLOW, UNITS, SELECTION)
 _VERSIONS = ("python", "torch", "dp-accounting", "dp-pmlf")
 _ROUNDING = 1e-9  # relative
 
@@ -75,6 +77,15 @@ def check_description(entries: JsonObject) -> None:
     entries.text("digest")
     if entries.has(_SPEC):
         entries.text(_SPEC)
+
+
+def selection_of(entries: JsonObject) -> Selection | None:
+    """The distribution of the number of runs of which this is the best; None if it is the only one."""
+    if not entries.has(SELECTION):
+        return None
+    part = entries.part(SELECTION)
+    part.require("mean", "distribution")
+    return Selection(mean=part.positive("mean"), distribution=part.text("distribution"))
 
 
 def unit_of(entries: JsonObject) -> str:

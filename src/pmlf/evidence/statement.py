@@ -19,12 +19,14 @@ from pmlf.evidence.description import (
     Contradiction,
     bands_of,
     check_description,
+    selection_of,
     unit_of,
 )
 from pmlf.evidence.json_object import JsonObject
 from pmlf.evidence.mechanism_words import MechanismWords
 from pmlf.evidence.tally import PrivacyPlan, Query, Trial, events_of
 from pmlf.mechanism.accounting import ACCOUNTANTS, Event
+from pmlf.mechanism.selection import Selection
 
 FORMAT = 1
 PLD = "PLD: the steps were planned before the run and are all alike"
@@ -35,6 +37,10 @@ CAPPED = (
 FILTER = (
     "RDP filter (Feldman & Zrnic 2021) up to the target epsilon: steps or runs were added after results could be seen; "
     "holds if the target epsilon was fixed before that"
+)
+SELECTED = (
+    "Renyi divergences of the best of a random number of runs (Papernot & Steinke 2021), which pays for all of them; "
+    "holds if neither another run nor their number was released"
 )
 NOT_ACCOUNTED_FOR = (
     "tuning and runs on the same records that are not among the trials",
@@ -67,6 +73,7 @@ class Statement:
         trial_queries: The number of releases of each query of every trial.
         trial_events: The number of events of every trial: with cyclic sampling, the steps of the group that had most.
         in_a_ledger: Whether the events are in a ledger.
+        selection: Of how many runs this is the best one; None if it is the only one.
     """
 
     epsilon: float | None
@@ -81,6 +88,7 @@ class Statement:
     trial_queries: Mapping[Trial, tuple[int, ...]]
     trial_events: Mapping[Trial, int]
     in_a_ledger: bool
+    selection: Selection | None = None
 
     @property
     def events(self) -> Mapping[Event, int]:
@@ -127,7 +135,9 @@ class Statement:
             if not -(-count // bands) <= events <= count:
                 raise Contradiction(f"run {trial.run!r} has {count} steps in {bands} groups, and {events} events")
         self._check_queries()
-        if self.composition == PLD:
+        if (self.selection is not None) != (self.composition == SELECTED):
+            raise Contradiction("its composition and its selection of the best run do not belong together")
+        if self.composition in (PLD, SELECTED):
             self._check_as_planned()
         else:
             self._check_plans(spent)
@@ -224,7 +234,7 @@ def read_statement(document: Mapping[str, Any]) -> Statement:
     statement = Statement(
         epsilon=entries.optional("epsilon", entries.amount),
         plan=_plan(entries, bands, unit),
-        composition=entries.one_of("composition", (PLD, CAPPED, FILTER)),
+        composition=entries.one_of("composition", (PLD, CAPPED, FILTER, SELECTED)),
         at_planned_steps=entries.amounts("epsilon_at_planned_steps", ACCOUNTANTS),
         at_released_steps=entries.amounts("epsilon_at_released_steps", ACCOUNTANTS),
         released_steps=entries.count("released_steps"),
@@ -234,6 +244,7 @@ def read_statement(document: Mapping[str, Any]) -> Statement:
         trial_queries=trial_queries,
         trial_events=trial_events,
         in_a_ledger=entries.optional("dataset", entries.text) is not None,
+        selection=selection_of(entries),
     )
     statement.check()
     return statement

@@ -225,6 +225,9 @@ class RunSpec(Setting):
 
     method: str = "dp-pmlf"
     first_part: float | None = None  # run only this fraction of the planned steps, as in a tuning trial
+    part: tuple[float, float] | None = (
+        None  # train on this part of the records, in a public random order, as tuning does
+    )
 
     def build_method(self) -> Method:
         """The method with the given parameters and its defaults for the others."""
@@ -271,6 +274,8 @@ class RunSpec(Setting):
             _refuse_unknown(kind, given)
             values[group] = kind(**given)
         _refuse_unknown(RunSpec, values)
+        if "part" in values:
+            values["part"] = tuple(values["part"])
         return RunSpec(**values)
 
     def _parameters(self) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from pmlf.mechanism.noise import Stream
 
 HOLDOUT = "holdout"
 _PUBLIC_KEY = bytes(32)  # of the permutation that splits a training set: public and always the same
+_PART_KEY = b"part".ljust(32, b"\0")  # of another one, so that a part and what is held out of it are independent
 
 
-def _first(most: int | None, records: Dataset[Any]) -> Dataset[Any]:
+def first(most: int | None, records: Dataset[Any]) -> Dataset[Any]:
     """The first records of a split, or all if there are fewer."""
     if most is None:
         return records
@@ -43,16 +44,42 @@ def split(
         units: The unit of each record of the training split; then whole units are held out, and nobody is in both
             parts. None for records.
     """
-    train = _first(most, train)
+    train = first(most, train)
     if holdout is None:
-        return train, {name: _first(most, records) for name, records in judged_on.items()}
-    if units is None:
-        kept, held = holdout_indices(length(train), holdout)
-    else:
-        names, unit = np.unique(units[indices(train)], return_inverse=True)
-        held_units = holdout_indices(len(names), holdout)[1]
-        kept, held = (np.flatnonzero(np.isin(unit, held_units) == there) for there in (False, True))
+        return train, {name: first(most, records) for name, records in judged_on.items()}
+    count, unit = _counted(train, units)
+    held_units = np.isin(unit, holdout_indices(count, holdout)[1])
+    kept, held = (np.flatnonzero(held_units == there) for there in (False, True))
     return Subset(train, kept.tolist()), {HOLDOUT: Subset(train, held.tolist())}
+
+
+def part(records: Dataset[Any], ends: tuple[float, float] | None, units: NDArray[np.str_] | None) -> Dataset[Any]:
+    """The records between two fractions of a public random order, so that (0, f) and (f, 1) have none in common.
+
+    Args:
+        records: The training split.
+        ends: The fractions; None for all records.
+        units: The unit of each record of the whole split; then the order is one of units. None for records.
+
+    Raises:
+        ValueError: The part is empty.
+    """
+    if ends is None:
+        return records
+    count, unit = _counted(records, units)
+    order = np.argsort(Stream(_PART_KEY).words(count), kind="stable")
+    chosen = np.flatnonzero(np.isin(unit, order[round(ends[0] * count) : round(ends[1] * count)]))
+    if len(chosen) == 0:
+        raise ValueError(f"share={ends[0] or ends[1]} of {count} records leaves one part empty: give another share")
+    return Subset(records, chosen.tolist())
+
+
+def _counted(records: Dataset[Any], units: NDArray[np.str_] | None) -> tuple[int, NDArray[np.int64]]:
+    """The number of units, and the unit of each record; a record is its own unit if there are none."""
+    if units is None:
+        return length(records), np.arange(length(records))
+    names, unit = np.unique(units[indices(records)], return_inverse=True)
+    return len(names), unit
 
 
 def indices(records: Dataset[Any]) -> NDArray[np.int64]:

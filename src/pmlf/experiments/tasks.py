@@ -373,7 +373,8 @@ def _split(
 ) -> tuple[Dataset[Any], Mapping[str, Dataset[Any]]]:
     """Training and evaluation records. `holdout` is what to hold out if the spec does not say."""
     held_out = holdout if spec.holdout is None else spec.holdout
-    units = None if held_out is None else _unit_ids(spec)
+    units = _unit_ids(spec) if spec.part is not None or held_out is not None else None
+    train = splits.part(splits.first(spec.records, train), spec.part, units)
     return splits.split(train, judged_on, most=spec.records, holdout=held_out, units=units)
 
 

@@ -14,6 +14,7 @@ from pmlf.basics.ids import id_array
 from pmlf.mechanism.noise import Stream, keyed_uniforms
 
 MOST_RECORDS = 32  # of a unit in a step, unless another number is given
+_PADDING, _LITTLE = 1.2, 16  # records and padding over records; padding that is always allowed
 
 
 class Units:
@@ -108,12 +109,22 @@ class Units:
         """
         units, starts, counts = np.unique(self._unit[records], return_index=True, return_counts=True)
         longest = np.zeros(len(units)) if lengths is None else np.maximum.reduceat(lengths[records], starts)
+        alike = np.ceil(np.log(counts) / np.log(_PADDING))  # classes of units with nearly as many records
         found: list[NDArray[np.int64]] = []
         waiting: list[int] = []
-        for place in [*np.lexsort((counts, longest)).tolist(), None]:
-            if waiting and (place is None or counts[waiting].sum() + counts[place] > size):
+        for place in [*np.lexsort((counts, longest, alike)).tolist(), None]:
+            if waiting and (place is None or not _fits(counts[[*waiting, place]], size)):
                 parts = [records[starts[each] : starts[each] + counts[each]] for each in sorted(waiting)]
                 found.append(np.concatenate(parts))
                 waiting = []
             waiting += [] if place is None else [place]
         return found
+
+
+def _fits(counts: NDArray[np.int64], size: int) -> bool:
+    """Whether units with so many records share a micro-batch: they fit into it, and little is padding.
+
+    The gradients of a micro-batch's units are filled up to as many records as the largest unit has.
+    """
+    records = int(counts.sum())
+    return records <= size and len(counts) * int(counts.max()) <= _PADDING * records + _LITTLE

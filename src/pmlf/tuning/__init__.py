@@ -1,0 +1,7 @@
+"""Choosing hyper-parameters, in three modes that are named by what they cost."""
+
+from pmlf.tuning.grid import Grid
+from pmlf.tuning.plan import MODES, TuningPlan
+from pmlf.tuning.tuner import TuningResult, tune
+
+__all__ = ["MODES", "Grid", "TuningPlan", "TuningResult", "tune"]
