@@ -87,7 +87,7 @@ class PointPasses:
                 momentum.add_pass(one, watched.take, piece.owners)
             assert self.watch is not None
             at_point = PointPass(values=values, batch=view, seed=seed, weight=point.weight)
-            self.watch.compare(watched, at_point, proven=proven)
+            self.watch.compare(watched, at_point, momentum.questions, proven=proven)
         return momentum
 
     def _views(self, piece: Piece, points: int) -> Sequence[Any]:

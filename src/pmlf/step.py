@@ -27,12 +27,13 @@ from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.augmentation import Augmentation
 from pmlf.engine.clipper import ClippedSum, Clipper
 from pmlf.engine.criteria import per_sample_loss
-from pmlf.engine.fingerprint import Fingerprint, fingerprint, refuse_written
+from pmlf.engine.fingerprint import Fingerprint, fingerprint, refuse_other_iterate, refuse_written
 from pmlf.engine.momentum import Clipping, SampleMomentum
 from pmlf.engine.owners import MicroBatch, averaged, each_a_unit, groups, on_records
 from pmlf.engine.passes import LossFunction
 from pmlf.engine.pending import PendingSum
 from pmlf.engine.plan import Gradients, Plan, require_known
+from pmlf.engine.questions import Questions
 from pmlf.engine.strategy import Strategy
 from pmlf.engine.swap import ModelWritten
 from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
@@ -232,11 +233,12 @@ class PrivateStep:
 
     def _accumulate(self, micro_batch: Any, samples: Tensor | None, units: Any) -> None:
         self._refuse_torn()
-        anatomy = Anatomy(self.model)
-        named, iterate = self._unchanged(anatomy)
+        anatomy, questions = Anatomy(self.model), Questions()
+        named, iterate = self._unchanged(anatomy, questions)
         size = batch_size(micro_batch)
         pending = self._pending or PendingSum(fingerprint=iterate)
         if size == 0:
+            questions.answer()
             self._pending = pending
             return
         if samples is None and self._passes.augmentation is not None:
@@ -245,31 +247,38 @@ class PrivateStep:
         given = given.on(named[self._plan.parameters[0]].device)
         pending.refuse_again(given.units)
         try:
-            total = self._added(anatomy, pending, given)
-        except ModelWritten:
-            if not made_from_synthetic_inputs(self._subject, given.batch):
-                raise
-            total = self._added(Anatomy(self.model), pending, given)
-        finally:
-            self._refuse_written(anatomy, pending)
+            try:
+                total = self._added(anatomy, pending, given, questions)
+            except ModelWritten:
+                if not made_from_synthetic_inputs(self._subject, given.batch):
+                    raise
+                total = self._added(Anatomy(self.model), pending, given, Questions())
+        except BaseException:
+            self._pending, kept = None, self._pending
+            refuse_written(anatomy.parameters, iterate)
+            self._pending = kept
+            raise
         self._pending = pending.followed(total, given.size, given.units)
 
     def sensitive_sum(self) -> ClippedSum | None:
         """The pending sum before noise, None of no samples. For tests and audits: it must not be shown or kept."""
         return None if self._pending is None else self._pending.total
 
-    def _added(self, anatomy: Anatomy, pending: PendingSum, given: MicroBatch) -> ClippedSum:
-        """The pending sum and a micro-batch's clipped momenta, beside it: the pending one stays as it is."""
+    def _added(self, anatomy: Anatomy, pending: PendingSum, given: MicroBatch, asked: Questions) -> ClippedSum:
+        """The pending sum and a micro-batch's clipped momenta, beside it: the pending one stays as it is. Whether all
+        was in order is asked on the way, and answered before anything is added up."""
         rows = self._first_look.at(given.batch, given.size, anatomy.modes)
         number = pending.micro_batches * self._processes.size + self._processes.rank  # among all ranks' micro-batches
         points = self._settings.method.points.at(self._releases)
 
         def momenta() -> Iterator[SampleMomentum]:
             for group in groups(self._plan, given.size, given.counts):
-                momentum = self._clipper.momentum(group.samples, len(points))
+                momentum = self._clipper.momentum(group.samples, len(points), asked)
                 for part, owners in group.passes:
                     piece = Piece(given.part(part), part, owners, step=self._releases, number=number, rows=rows)
                     self._passes.add_to(momentum, piece, points, anatomy, self._history)
+                    if part.stop == given.size:  # no code of the user runs after this
+                        pending.refuse_written(anatomy.parameters, asked)
                 yield momentum
 
         trained = {name: anatomy.parameters[name] for name in self._plan.parameters}
@@ -279,8 +288,9 @@ class PrivateStep:
         """Add noise, divide by the expected batch size, filter, and leave the result in `p.grad`; forget the sum."""
         self._refuse_torn()
         self._agreement.reach(self._releases)
-        anatomy = Anatomy(self.model)
-        named, _ = self._unchanged(anatomy)
+        anatomy, asked = Anatomy(self.model), Questions()
+        named, _ = self._unchanged(anatomy, asked)
+        asked.answer()
         parameters = list(named.values())
         total = self.sensitive_sum()
         self._torn = True
@@ -370,13 +380,6 @@ class PrivateStep:
         if self._torn:
             raise RuntimeError("a release was interrupted halfway: load a saved state, or build a new step")
 
-    def _refuse_written(self, anatomy: Anatomy, pending: PendingSum) -> None:
-        try:
-            refuse_written(anatomy.parameters, pending.fingerprint)
-        except RuntimeError:
-            self._pending = None
-            raise
-
     def _facts(self, gradients: Gradients) -> dict[str, str]:
         """What all ranks must have in common."""
         randomness, augmented = self._randomness, self._passes.augmentation is not None
@@ -386,14 +389,11 @@ class PrivateStep:
             "seed": str(randomness.seed_for("identity") if randomness.reproducible else None),
         }
 
-    def _unchanged(self, anatomy: Anatomy) -> tuple[dict[str, nn.Parameter], Fingerprint]:
+    def _unchanged(self, anatomy: Anatomy, questions: Questions) -> tuple[dict[str, nn.Parameter], Fingerprint]:
         """The trainable parameters by name, and the fingerprint of all; refused if they are others than at the start,
-        or than the pending sum's."""
+        or, when the questions are answered, than the pending sum's."""
         named = self._plan.unchanged(anatomy.parameters)
         iterate = fingerprint(anatomy.parameters.values())
-        if self._pending is not None and self._pending.fingerprint != iterate:
-            raise RuntimeError(
-                "parameters changed between accumulate and release, so the pending sum is of another iterate: "
-                "call optimizer.step() only after release(), or discard() the sum"
-            )
+        if self._pending is not None:
+            refuse_other_iterate(self._pending.fingerprint, iterate, questions)
         return named, iterate

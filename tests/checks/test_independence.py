@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zoo
+from pmlf import PrivateStep
 from pmlf.checks.finding import PROVEN, Finding
 from pmlf.checks.independence import prove
 from pmlf.engine.plan import Plan
@@ -412,3 +413,22 @@ def test_fused_attention_is_proven_by_its_formula() -> None:
 def test_the_resnet_of_the_paper_is_proven() -> None:
     model = resnet.ResNet((2, 2), 8, 3, zoo.LABELS)
     assert finding(model, classified, zoo.images(3, 8, 8)(N)) == PROVEN
+
+
+def test_attention_that_joins_tokens_and_samples_in_one_axis_is_proven() -> None:
+    """`nn.MultiheadAttention` puts the first token of every sample before the second of each."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.attention(x, x, x, need_weights=False)[0]
+            return found.square().mean((1, 2))
+
+    step = PrivateStep(
+        Attends(), lambda model, x: model(x), method="dpsgd", noise_multiplier=1.0, expected_batch_size=4
+    )
+    step.accumulate(torch.randn(4, 6, 8))
+    assert step.independence is not None and step.independence.proven

@@ -34,7 +34,7 @@ def test_blocks_have_as_many_samples_for_every_thread(
 ) -> None:
     """So that none is idle; but a block of large samples is no larger than some 32 MB."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    blocks = list(arithmetic.blocks(slice(0, 50), bytes_each))
+    blocks = list(arithmetic.blocks(slice(0, 50), bytes_each, like=torch.zeros(1)))
     assert blocks[0] == slice(0, expected)
     assert [i for block in blocks for i in range(block.start, block.stop)] == list(range(50))
 

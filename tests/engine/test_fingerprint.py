@@ -16,9 +16,10 @@ def test_any_number_changed_by_one_bit_is_seen(dtype: torch.dtype, size: int) ->
     for index in {0, size // 2, size - 1}:
         changed = values.clone()
         changed[index] = torch.nextafter(changed[index], torch.tensor(torch.inf, dtype=dtype))
-        assert bit_digest(changed) != before[0][1]
+        assert bit_digest(changed) != int(before.digests[0])
         values.data[index] = changed[index]  # without a new version
-        assert fingerprint([values]) != before
+        assert before.changed(fingerprint([values])).tolist() == [True]
+        assert before.versions == fingerprint([values]).versions
         before = fingerprint([values])
 
 

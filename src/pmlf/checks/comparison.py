@@ -132,7 +132,7 @@ def clipped_sum(subject: Subject, batch: Any) -> tuple[Mapping[str, Tensor], Ten
             yield momentum
 
     total, norms = clipper.add(momenta(), None, values)
-    return total.values, torch.cat(norms), spread
+    return total.values, torch.cat(norms).cpu(), spread
 
 
 def subtract_plain(subject: Subject, single: Any, sums: Mapping[str, Tensor]) -> float:

@@ -44,7 +44,7 @@ from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.losses import per_sample_loss
 from pmlf.engine.passes import LossFunction
 from pmlf.engine.plan import Plan
-from pmlf.engine.swap import swapped
+from pmlf.engine.swap import ModelWritten, swapped
 
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2  # relative, of a loss alone and in a batch: rounding
@@ -110,8 +110,10 @@ def _prove(
     if plain:
         with constant_draws(), torch.no_grad(), swapped(anatomy, _copies(anatomy)) as swap:
             values.append(float(per_sample_loss(loss_fn(model, rows), samples, differentiable=False)[rank]))
-        if swap.written:
-            raise Unknown(f"the forward pass writes {swap.written[0]!r}")
+        try:
+            swap.refuse_written()
+        except ModelWritten as error:
+            raise Unknown(f"the forward pass writes {error.name!r}") from error
     with sharded(samples, rank, device) as (shards, observer):
         observers.append(observer)
         replacements: dict[int, Tensor] = {}

@@ -48,16 +48,18 @@ class ShardedUses(Uses):
 
     def seen(self, key: Key, out: Tensor, *, presumed: bool) -> Tensor:
         known = self._learned.layouts.get(key)
-        axis = cut_axis(out, self._shards.samples)
-        if axis is None:
-            rows = self._shards.rows_of_all(out, 0 if known is None else known.axis)
+        cut = cut_axis(out, self._shards.samples)
+        axis, order = cut or (0 if known is None else known.axis, "major")
+        if cut is None:
+            rows = self._shards.rows_of_all(out, axis)
             if rows is None:
                 raise Unknown(
                     f"the rows that {key.operation} makes of a trained parameter are not one part for each sample"
                 )
-            out, axis = rows, 0 if known is None else known.axis
-        self.layouts[key] = Layout(axis=axis, samples=self._shards.samples)
-        if known is not None and (known.axis, known.order) != (axis, "major"):
+            out = rows
+        layout = Layout(axis=axis, samples=self._shards.samples, order=order)
+        self.layouts[key] = layout
+        if known is not None and (known.axis, known.order) != (layout.axis, layout.order):
             raise Unknown(
                 f"the rows that {key.operation} makes of a trained parameter are in another order than was seen"
             )

@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pmlf.checks.draws import ConstantDraws, Unknown, plain_formulas
 from pmlf.checks.rewrites import REWRITES
+from pmlf.engine.operations.layouts import Order
 
 aten = torch.ops.aten
 _READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
@@ -89,14 +91,20 @@ def is_by_sample(tensor: Any, samples: int) -> bool:
     )
 
 
-def cut_axis(tensor: Any, samples: int) -> int | None:
-    """The axis that is cut into equal parts, one a sample, in the samples' order; None where there is none."""
-    if not isinstance(tensor, DTensor) or len(tensor.placements) != 1 or not tensor.placements[0].is_shard():
+def cut_axis(tensor: Any, samples: int) -> tuple[int, Order] | None:
+    """The axis that is cut into equal parts, one a sample, and their order: one sample after the other, or the first
+    row of each, then the second of each (tokens and samples joined in one axis); None where there is none."""
+    if not isinstance(tensor, DTensor) or len(tensor.placements) != 1:
         return None
     (cut,) = tensor.placements
-    if type(cut) is not Shard or tensor.shape[cut.dim] != samples * tensor._local_tensor.shape[cut.dim]:
+    if not isinstance(cut, (Shard, _StridedShard)):
         return None
-    return cut.dim
+    rows, own = tensor.shape[cut.dim], tensor._local_tensor.shape[cut.dim]
+    if rows != samples * own:
+        return None
+    if type(cut) is Shard:
+        return cut.dim, "major"
+    return (cut.dim, "minor") if isinstance(cut, _StridedShard) and cut.split_factor == own else None
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -44,6 +44,12 @@ def refuse_unsafe_model(model: nn.Module, gradients: Gradients = "ghost") -> Non
     """Raise ValueError naming the first layer that mixes samples, keeps statistics of the data, or hides gradients."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}: a torch.nn.Module is needed")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type == "meta":
+            raise ValueError(
+                f"{name!r} is on the meta device and has no numbers yet: load the weights first, or build the model "
+                "without torch.device('meta') (init_empty_weights, low_cpu_mem_usage)"
+            )
     for name, module in model.named_modules():
         reason = _unsafe(module)
         if reason is not None:

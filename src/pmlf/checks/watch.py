@@ -6,10 +6,10 @@ parameters and the same dropout. A batch of a new form is always watched.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,18 @@ import torch
 from torch import Tensor
 
 from pmlf.basics.batches import Signature, batch_size, select, signature, to_dtype
+from pmlf.basics.generators import generator_states, same_states
+from pmlf.checks.apart import OTHER_FORM, Apart, apart_from
 from pmlf.checks.comparison import Subject
 from pmlf.checks.draws import Unknown, constant_draws
 from pmlf.checks.replay import CannotFollow, RecordedDraws, ReplayedDraws
 from pmlf.engine.anatomy import Anatomy
-from pmlf.engine.arithmetic import full_precision, wide_dtype
+from pmlf.engine.arithmetic import full_precision
 from pmlf.engine.factors import Factors
 from pmlf.engine.layers import Contribution, UnsupportedModel
 from pmlf.engine.momentum import contributions
 from pmlf.engine.passes import Pass
+from pmlf.engine.questions import Questions
 from pmlf.mechanism.noise import Randomness, torch_seeded
 
 _SAMPLES = 2  # of a logical batch, on average, and at most of a micro-batch
@@ -62,37 +65,46 @@ class Watch:
         if size == 1 or count == 0 or points == 0:
             return None, 0
         samples = [int(place) for place in stream.words(size).argsort()[:count]]  # of a random order
-        formed = self._subject.plan.learned.by_operations
-        return WatchedPass(samples, size, recording=self._draws, formed=formed), int(
+        return watched_pass(self._subject, samples, size, recording=self._draws), int(
             stream.words(1)[0] % np.uint64(points)
         )
 
-    def compare(self, taken: WatchedPass, point: PointPass, *, proven: bool) -> None:
-        """Run the watched samples of a pass again, each alone; raise if one adds something else."""
+    def compare(self, taken: WatchedPass, point: PointPass, questions: Questions, *, proven: bool) -> None:
+        """Run the watched samples of a pass again, each alone; raise if one adds something else, when the questions are
+        answered."""
         if taken.drew and not taken.recording:
             taken = point.taken_again(self._subject, taken.samples, recording=True)
         self._draws = taken.drew
         allowed = _ALLOWED if proven else _ALLOWED_UNPROVEN
         try:
-            self._hold(taken, point, allowed)
-        except CannotFollow:  # draws that cannot be repeated for a part of a batch: make all of them constant
-            try:
-                with constant_draws():
-                    self._hold(point.taken_again(self._subject, taken.samples, recording=False), point, allowed)
-            except Unknown as error:
-                raise UnsupportedModel(
-                    "the loss draws random numbers that cannot be drawn again for one sample, so the watch cannot see "
-                    "whether samples influence each other: draw by dropout, rand or randn, with axis 0 for samples"
-                ) from error
+            for sample in taken.samples:
+                apart = point.apart(self._subject, taken, sample, questions)
+                questions.ask(apart.numbers, partial(self._judge, apart, taken, sample, point, allowed))
+        except CannotFollow:
+            self._hold_constant(taken, point, allowed)
 
-    def _hold(self, taken: WatchedPass, point: PointPass, allowed: float) -> None:
-        for sample in taken.samples:
-            if point.difference(self._subject, taken, sample) > allowed and self._differs(taken, sample, point):
-                raise UnsupportedModel(
-                    "a sample's gradient depends on the other samples of its batch: alone, with the same parameters "
-                    "and random draws, it is different; look for an operation across axis 0, in the model or in "
-                    "loss_fn, that not every batch reaches"
-                )
+    def _judge(
+        self, apart: Apart, taken: WatchedPass, sample: int, point: PointPass, allowed: float, read: list[float]
+    ) -> None:
+        try:
+            if apart.distance(read) > allowed and self._differs(taken, sample, point):
+                _refuse()
+        except CannotFollow:
+            self._hold_constant(taken, point, allowed)
+
+    def _hold_constant(self, taken: WatchedPass, point: PointPass, allowed: float) -> None:
+        """For draws that cannot be repeated for a part of a batch: all of them are made constant."""
+        try:
+            with constant_draws():
+                again = point.taken_again(self._subject, taken.samples, recording=False)
+                for sample in again.samples:
+                    if point.difference(self._subject, again, sample) > allowed and self._differs(again, sample, point):
+                        _refuse()
+        except Unknown as error:
+            raise UnsupportedModel(
+                "the loss draws random numbers that cannot be drawn again for one sample, so the watch cannot see "
+                "whether samples influence each other: draw by dropout, rand or randn, with axis 0 for samples"
+            ) from error
 
     def _differs(self, taken: WatchedPass, sample: int, point: PointPass) -> bool:
         """Whether the difference remains in float64, or, if the model does not run in float64, for two other samples.
@@ -126,8 +138,7 @@ class PointPass:
 
     def taken_again(self, subject: Subject, samples: list[int], *, recording: bool) -> WatchedPass:
         """The whole batch once more, with what some of its samples add."""
-        formed = subject.plan.learned.by_operations
-        again = WatchedPass(samples, batch_size(self.batch), recording=recording, formed=formed)
+        again = watched_pass(subject, samples, batch_size(self.batch), recording=recording)
         with torch_seeded(self.seed, self._device), again:
             for name, contribution in self._contributions(subject, self.batch):
                 again.take(name, contribution)
@@ -135,33 +146,50 @@ class PointPass:
 
     def difference(self, subject: Subject, taken: WatchedPass, sample: int) -> float:
         """The relative difference between what a sample adds alone and in its batch."""
+        apart = self.apart(subject, taken, sample)
+        return apart.distance(apart.numbers.tolist())
+
+    def apart(self, subject: Subject, taken: WatchedPass, sample: int, questions: Questions | None = None) -> Apart:
+        """The same, not read from the device yet."""
         single = select(self.batch, slice(sample, sample + 1))
         with torch_seeded(self.seed, self._device), taken.replayed(sample):
             parts: list[Part] = []
-            for name, found in self._contributions(subject, single):
+            for name, found in self._contributions(subject, single, questions):
                 _take(parts, name, found, 0, formed=taken.formed)
         alone, together = parts, taken.parts[sample]
         if taken.formed:
             alone, together = _matched(alone, together)
         if [name for name, _ in alone] != [name for name, _ in together]:
-            return math.inf
-        return _distance([part for _, part in together], [part for _, part in alone])
+            return OTHER_FORM
+        return apart_from([part for _, part in together], [part for _, part in alone])
 
-    def _contributions(self, subject: Subject, batch: Any) -> Iterator[tuple[str, Contribution]]:
+    def _contributions(
+        self, subject: Subject, batch: Any, questions: Questions | None = None
+    ) -> Iterator[tuple[str, Contribution]]:
         anatomy, samples = Anatomy(subject.model), batch_size(batch)
         plan, loss_fn = subject.plan, subject.loss_fn
-        return contributions(Pass(anatomy, plan, loss_fn, self.values, batch, samples, self.weight))
+        return contributions(
+            Pass(anatomy, plan, loss_fn, self.values, batch, samples, self.weight, questions=questions)
+        )
 
     @property
     def _device(self) -> torch.device:
         return next(iter(self.values.values())).device
 
 
+def watched_pass(subject: Subject, samples: list[int], size: int, *, recording: bool) -> WatchedPass:
+    """For some samples of a batch of the subject's."""
+    device = next(subject.model.parameters()).device
+    formed = subject.plan.learned.by_operations
+    return WatchedPass(samples, size, device, recording=recording, formed=formed)
+
+
 class WatchedPass(ExitStack):
     """A pass of a batch that is being watched: its random draws, and what some samples add."""
 
-    def __init__(self, samples: list[int], size: int, *, recording: bool, formed: bool) -> None:
+    def __init__(self, samples: list[int], size: int, device: torch.device, *, recording: bool, formed: bool) -> None:
         super().__init__()
+        self._device = device
         self.formed = formed  # whether gradients are compared, or what they are made of
         self.samples, self.size, self.recording = samples, size, recording
         self.parts: dict[int, list[Part]] = {sample: [] for sample in samples}
@@ -178,11 +206,11 @@ class WatchedPass(ExitStack):
         if self.recording:
             self.enter_context(self._recorded)
         else:
-            self.callback(self._look_at, torch.default_generator.get_state())
+            self.callback(self._look_at, generator_states(self._device))
         return self
 
-    def _look_at(self, before: Tensor) -> None:
-        self._moved = not torch.equal(before, torch.default_generator.get_state())
+    def _look_at(self, before: tuple[Tensor, ...]) -> None:
+        self._moved = not same_states(before, generator_states(self._device))
 
     def take(self, name: str, contribution: Contribution) -> None:
         for sample, parts in self.parts.items():
@@ -229,28 +257,9 @@ def _share(contribution: Contribution, sample: int) -> tuple[Tensor, ...]:
     return (contribution[sample].clone(),)
 
 
-def _distance(some: list[tuple[Tensor, ...]], others: list[tuple[Tensor, ...]]) -> float:
-    """The distance of two lists of contributions, relative to the first; infinite if their forms differ, 0 if neither
-    is finite, because such a sample adds nothing."""
-    apart, whole, whole_other = 0.0, 0.0, 0.0
-    for one, other in zip(some, others, strict=True):
-        if [side.shape for side in one] != [side.shape for side in other]:
-            return math.inf
-        pairs = [pair for pair in zip(one, other, strict=True) if pair[0].is_floating_point()]
-        indices = [pair for pair in zip(one, other, strict=True) if not pair[0].is_floating_point()]
-        if not all(torch.equal(*pair) for pair in indices):
-            return math.inf
-        lengths, lengths_other = ([_norm(side) for side in sides] for sides in zip(*pairs, strict=True))
-        whole = math.hypot(whole, math.prod(lengths))
-        whole_other = math.hypot(whole_other, math.prod(lengths_other))
-        # |left right - left' right'| <= |left - left'| |right| + |left'| |right - right'|
-        for place, (side, side_other) in enumerate(pairs):
-            rest = math.prod(lengths[place + 1 :]) * math.prod(lengths_other[:place])
-            apart = math.hypot(apart, _norm(side - side_other) * rest)
-    if not (math.isfinite(whole) and math.isfinite(whole_other)):
-        return 0.0 if math.isfinite(whole) == math.isfinite(whole_other) else math.inf
-    return apart / whole if whole > 0.0 else (0.0 if apart == 0.0 else math.inf)
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=wide_dtype(tensor)))
+def _refuse() -> None:
+    raise UnsupportedModel(
+        "a sample's gradient depends on the other samples of its batch: alone, with the same parameters and random "
+        "draws, it is different; look for an operation across axis 0, in the model or in loss_fn, that not every batch "
+        "reaches"
+    )

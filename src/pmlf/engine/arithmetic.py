@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 1 << 21  # work memory of a block of samples, for each thread: near its cache, and reused by malloc
+_DEVICE_BYTES = 1 << 28  # the same on an accelerator, which wants few large operations
 _LARGEST_BLOCK = 1 << 25  # bytes of work memory up to which a block has a sample for every thread, however large
 _NORM_BLOCK = 1024  # float32 sums of squares run over this many numbers, float64 over the blocks
 _SHORT_ROW = 128  # numbers, up to which float64 costs no more
@@ -16,10 +17,17 @@ _MANY = 1 << 17  # numbers of its wider side, below which that costs more than i
 _TINY = 1e-25  # a norm^2 below which squares that float32 cannot hold may matter
 
 
-def blocks(chosen: slice, bytes_each: int, *, together: int = 0) -> list[slice]:
+def on_host(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def blocks(chosen: slice, bytes_each: int, *, like: Tensor, together: int = 0) -> list[slice]:
     """Slices of the samples chosen whose work memory stays near the cache, or takes `together` bytes if that is more:
-    as many samples for every thread, so that none is idle at a slice's end."""
+    as many samples for every thread, so that none is idle at a slice's end. `like` is on the device that works."""
     threads, needed = torch.get_num_threads(), max(1, bytes_each)
+    if not on_host(like):
+        threads, together = 1, max(_DEVICE_BYTES, together)
     step = threads * (max(CHUNK_BYTES, together // threads) // needed)
     step = step or max(1, min(threads, _LARGEST_BLOCK // needed))
     return [slice(start, min(start + step, chosen.stop)) for start in range(chosen.start, chosen.stop, step)]
@@ -43,6 +51,11 @@ def full_precision(tensor: Tensor) -> Tensor:
 def wide_dtype(tensor: Any) -> torch.dtype:
     """float64 where the device has it."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def wide_numbers(tensor: Tensor) -> Tensor:
+    """In float64, where they are; on the CPU if their device has none."""
+    return tensor.to("cpu", torch.float64) if wide_dtype(tensor) != torch.float64 else tensor.to(torch.float64)
 
 
 def add_product(left: Tensor, right: Tensor, out: Tensor, *, add: bool) -> None:
@@ -70,9 +83,12 @@ def add_product(left: Tensor, right: Tensor, out: Tensor, *, add: bool) -> None:
 
 
 def squared_norms(gradients: Tensor) -> Tensor:
-    """|row|^2 of every row in float64, of float32 sums over short blocks: exact to about 2^-18 relative."""
+    """|row|^2 of every row in float64, of float32 sums over short blocks: exact to about 2^-18 relative.
+
+    All of it in float64 on an accelerator: to ask whether float32 is enough would make the host wait.
+    """
     size, wide = gradients.shape[1], wide_dtype(gradients)
-    if size <= _SHORT_ROW:
+    if size <= _SHORT_ROW or not on_host(gradients):
         return torch.linalg.vector_norm(gradients, dim=1, dtype=wide).square_()
     rest, parts = size % _NORM_BLOCK, []
     if rest:

@@ -22,6 +22,7 @@ from pmlf.engine.layers import Call, Contribution
 from pmlf.engine.losses import no_autocast_cache, per_sample_loss
 from pmlf.engine.passes import Pass
 from pmlf.engine.plan import Plan
+from pmlf.engine.questions import Questions
 from pmlf.engine.recording import Recorder, Seen, hooked, refuse_reentrant_checkpoint, refuse_rows_of_others
 from pmlf.engine.swap import swapped
 
@@ -68,7 +69,7 @@ def _passed(one: Pass) -> tuple[deque[tuple[Seen, Tensor | None]], dict[str, Ten
     versions = [(name, parameter, parameter._version) for name, parameter in parameters.items()]
     replacements = {id(parameters[name]): leaf for name, leaf in leaves.items()}
     replacements |= {id(buffer): buffer.clone() for buffer in buffers.values()}
-    recorder = Recorder(samples)
+    recorder, questions = Recorder(samples), one.questions or Questions()
     with hooked(anatomy, plan, recorder), no_autocast_cache(), swapped(anatomy, replacements) as swap:
         loss = per_sample_loss(one.loss_fn(model, one.batch), samples)
         recorder.recording = False
@@ -91,12 +92,14 @@ def _passed(one: Pass) -> tuple[deque[tuple[Seen, Tensor | None]], dict[str, Ten
             for name, grad, marked in zip(
                 names, grads, torch.autograd.grad(loss, wanted, one.weight * marks, allow_unused=True), strict=True
             ):
-                refuse_rows_of_others(name, grad, marked, marks)
+                refuse_rows_of_others(name, grad, marked, marks, questions)
             del grad, marked
     del loss, wanted
     swap.written += [name for name, parameter, version in versions if parameter._version != version]
-    swap.refuse_written()
+    swap.refuse_written(questions)
     recorder.refuse_changed_inputs()
+    if one.questions is None:
+        questions.answer()
 
     of_bare: dict[str, Tensor | None] = dict(zip(bare, grads[len(recorder.seen) :], strict=True))
     calls: deque[tuple[Seen, Tensor | None]] = deque(zip(recorder.seen, grads[: len(recorder.seen)], strict=True))

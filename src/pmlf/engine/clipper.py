@@ -12,6 +12,7 @@ from torch import Tensor
 from pmlf.engine.arithmetic import wide_dtype
 from pmlf.engine.gradients import Workspace
 from pmlf.engine.momentum import Clipping, SampleMomentum
+from pmlf.engine.questions import Questions
 from pmlf.engine.strategy import Strategy
 
 _RAMP = 0.01  # relative width around the clip norm, in which a sample counts in part
@@ -75,9 +76,10 @@ class Clipper:
         self._workspace = Workspace(strategy)
         self._buffers = _SumBuffers(wide=wide)
 
-    def momentum(self, samples: int, points: int) -> SampleMomentum:
-        """An empty momentum of some samples, for as many evaluation points."""
-        return SampleMomentum(self._parameters, samples, points, self._workspace)
+    def momentum(self, samples: int, points: int, questions: Questions | None = None) -> SampleMomentum:
+        """An empty momentum of some samples, for as many evaluation points. The questions asked so far are answered
+        when it is clipped."""
+        return SampleMomentum(self._parameters, samples, points, self._workspace, questions or Questions())
 
     def add(
         self, momenta: Iterable[SampleMomentum], before: ClippedSum | None, like: Mapping[str, Tensor]

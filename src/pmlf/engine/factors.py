@@ -54,6 +54,11 @@ class Factors(ABC):
         """Of the sides."""
 
     @property
+    def device(self) -> torch.device:
+        """Of the sides."""
+        return self.sides(slice(0, 1))[1].device
+
+    @property
     @abstractmethod
     def gram_operations(self) -> int:
         """Multiplications of one sample's inner products with one other use."""
@@ -141,7 +146,7 @@ class Factors(ABC):
     def formed(self) -> Tensor:
         """All gradients in the parameter's own order, (samples, size)."""
         out = self.sides(slice(0, 1))[1].new_empty(self.samples, self.size)
-        for chosen in blocks(slice(0, self.samples), 4 * self.side_size):
+        for chosen in blocks(slice(0, self.samples), 4 * self.side_size, like=out):
             self.form(chosen, out[chosen], add=False)
         return self.in_own_order(out)
 

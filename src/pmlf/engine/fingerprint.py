@@ -5,19 +5,53 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Fingerprint = tuple[tuple[int, int], ...]
+from pmlf.engine.questions import Questions
 
 _ROW = 4096  # words: their weights stay in the cache
 _WEIGHTS = torch.randint(-(2**62), 2**62, (_ROW,), generator=torch.Generator().manual_seed(0)) | 1
 
 
+class Fingerprint(NamedTuple):
+    """Of some parameters: the version of each, and a digest of its bits on their device."""
+
+    versions: tuple[int, ...]
+    digests: Tensor  # (parameters,)
+
+    def changed(self, now: Fingerprint) -> Tensor:
+        """Which parameters have other bits now, as flags on their device."""
+        return self.digests != now.digests
+
+
 def fingerprint(parameters: Iterable[Tensor]) -> Fingerprint:
-    """Version and a digest of the bits of each parameter."""
-    return tuple((p._version, bit_digest(p.detach())) for p in parameters)
+    """Version and a digest of the bits of each parameter; nothing is read from their device."""
+    given = list(parameters)
+    if not given:
+        return Fingerprint((), torch.zeros(0, dtype=torch.int64))
+    digests = [digest(parameter.detach()) for parameter in given]
+    return Fingerprint(
+        tuple(parameter._version for parameter in given),
+        torch.stack([each.to(digests[0].device, non_blocking=True) for each in digests]),
+    )
+
+
+def refuse_other_iterate(before: Fingerprint, now: Fingerprint, questions: Questions) -> None:
+    """Parameters must stay as they are between accumulate and release; their bits are asked about."""
+
+    def refuse() -> None:
+        raise RuntimeError(
+            "parameters changed between accumulate and release, so the pending sum is of another iterate: call "
+            "optimizer.step() only after release(), or discard() the sum"
+        )
+
+    if before.versions != now.versions:
+        refuse()
+    questions.refuse(before.changed(now).any(), refuse)
 
 
 def refuse_written(parameters: Mapping[str, Tensor], before: Fingerprint) -> None:
@@ -26,8 +60,8 @@ def refuse_written(parameters: Mapping[str, Tensor], before: Fingerprint) -> Non
     The first passes over a model are checks, which restore what was written. Keeping a copy at every later step would
     cost as much memory as the gradients do, so here a parameter that was written is filled with NaN.
     """
-    bits = zip(parameters, fingerprint(parameters.values()), before, strict=True)
-    changed = [name for name, (_, now), (_, earlier) in bits if now != earlier]
+    flags = before.changed(fingerprint(parameters.values())).tolist()
+    changed = [name for name, flag in zip(parameters, flags, strict=True) if flag]
     for name in changed:
         parameters[name].data.fill_(math.nan)
     if changed:
@@ -39,11 +73,16 @@ def refuse_written(parameters: Mapping[str, Tensor], before: Fingerprint) -> Non
 
 def summary(tensors: Iterable[Tensor]) -> int:
     """A 63-bit number from the bits of all tensors: the same in every process that holds the same."""
-    text = " ".join(str(bit_digest(tensor.detach())) for tensor in tensors)
+    text = " ".join(map(str, fingerprint(tensors).digests.tolist()))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def bit_digest(tensor: Tensor) -> int:
+    """`digest`, read."""
+    return int(digest(tensor))
+
+
+def digest(tensor: Tensor) -> Tensor:
     """A number from a tensor's memory in 64-bit words and their places, modulo 2^64; no copy is made.
 
     It is cheap, not cryptographic: weighted sums over rows and over columns of the words. Numbers that change places
@@ -56,15 +95,23 @@ def bit_digest(tensor: Tensor) -> int:
         flat = flat.clone()
     odd = flat.numel() % each
     words = (flat[:-odd] if odd else flat).view(torch.int64)
-    digest = _of_words(words)
-    return digest if not odd else digest + 31 * int(flat[-odd:].view(torch.uint8).sum())
+    found = _of_words(words)
+    return found if not odd else found + 31 * flat[-odd:].view(torch.uint8).sum()
 
 
-def _of_words(words: Tensor) -> int:
-    weights = _WEIGHTS.to(words.device)
+def _of_words(words: Tensor) -> Tensor:
+    weights = _weights(words.device)
     if len(words) <= _ROW:
-        return int((words * weights[: len(words)]).sum())
+        return (words * weights[: len(words)]).sum()
     whole = len(words) // _ROW
     rows = words[: whole * _ROW].view(whole, _ROW)
     of_rows = rows.sum(1) * torch.arange(1, 2 * whole, 2, device=words.device)
-    return int(of_rows.sum() + (rows.sum(0) * weights).sum()) + 3 * _of_words(words[whole * _ROW :])
+    found = of_rows.sum() + (rows.sum(0) * weights).sum()
+    rest = words[whole * _ROW :]
+    return found + 3 * _of_words(rest) if len(rest) else found
+
+
+@lru_cache(maxsize=8)
+def _weights(device: torch.device) -> Tensor:
+    """Odd numbers, one for each word of a row; kept on every device where they are used."""
+    return _WEIGHTS.to(device)

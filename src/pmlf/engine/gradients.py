@@ -91,7 +91,7 @@ class ParameterGradient:
         add = self._held is not None
         if self._held is None:
             self._held, self._like = self._workspace.buffer(self._name, factors, factors.samples), factors
-        for block in blocks(slice(0, factors.samples), 4 * factors.side_size, together=_FORM_BYTES):
+        for block in blocks(slice(0, factors.samples), 4 * factors.side_size, like=self._held, together=_FORM_BYTES):
             factors.form(block, self._held[block], add=add)
 
     def _in_own_order(self) -> None:
@@ -117,7 +117,7 @@ class ParameterGradient:
         if self._part is None or len(self._part) < samples:
             self._part = self._like.sides(slice(0, 1))[1].new_empty(samples, self._like.size)
         part = self._part[:samples]
-        for block in blocks(chosen, 4 * self._like.side_size, together=_FORM_BYTES):  # for all uses
+        for block in blocks(chosen, 4 * self._like.side_size, like=part, together=_FORM_BYTES):  # for all uses
             out = part[block.start - chosen.start : block.stop - chosen.start]
             for index, factors in enumerate(self.factors):
                 factors.form(block, out, add=index > 0)
@@ -133,6 +133,10 @@ class ParameterGradient:
     def forget_factors(self) -> None:
         """All samples were taken up by `add_clipped`."""
         self.factors = []
+
+    def forget_total(self) -> None:
+        """What `add_clipped` has taken up counts no more."""
+        self._total = None
 
     def set_aside(self, taken: Tensor) -> None:
         """The marked samples were taken up by `add_clipped`, unless they are held."""

@@ -148,7 +148,7 @@ def _group_norm(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
     total = by_group(grad)
     found = {"bias": total}
     if "weight" in wanted:
-        parts = blocks(slice(0, len(grad)), 8 * grad[0].numel())
+        parts = blocks(slice(0, len(grad)), 8 * grad[0].numel(), like=grad)
         products = torch.cat([by_group(full_precision(call.input[part]) * grad[part]) for part in parts])
         mean, inverse = (tensor.unsqueeze(2) for tensor in call.statistics)
         found["weight"] = products.addcmul_(mean, total, value=-1).mul_(inverse)
@@ -168,7 +168,7 @@ def _affine(
     found: dict[str, Contribution] = {}
     if "weight" in wanted:
         rows, parts = call.grad.shape[0] // call.samples, []
-        for chosen in blocks(slice(0, call.samples), 12 * rows * call.grad[0].numel()):
+        for chosen in blocks(slice(0, call.samples), 12 * rows * call.grad[0].numel(), like=call.grad):
             part = slice(chosen.start * rows, chosen.stop * rows)
             product = normal(full_precision(call.input[part])).mul_(full_precision(call.grad[part]))
             parts.append(summed(call, product))

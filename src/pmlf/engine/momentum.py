@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pmlf.engine.arithmetic import squared_norms
+from pmlf.engine.arithmetic import squared_norms, wide_numbers
 from pmlf.engine.capture import capture
 from pmlf.engine.factors import Factors
 from pmlf.engine.gradients import ParameterGradient, Workspace
@@ -19,6 +19,7 @@ from pmlf.engine.mapped import mapped
 from pmlf.engine.operations.capture import taken_at_operations
 from pmlf.engine.owners import Owners
 from pmlf.engine.passes import Pass
+from pmlf.engine.questions import Questions
 from pmlf.engine.roots import Roots
 
 Clipping = Literal["flat", "automatic", "per-layer"]
@@ -40,7 +41,7 @@ def clip_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> Tensor:
 
 def finite_factors(norms: Tensor, clip_norm: float, clipping: Clipping) -> tuple[Tensor, Tensor | None]:
     """(factors, refused): zero for samples, marked in `refused` if there are any, whose norm is not finite, or so large
-    that float32 would round its factor up."""
+    that float32 would round its factor up. Read from the device of the norms."""
     factors = clip_factors(norms, clip_norm, clipping)  # NaN of NaN, and 0 of infinity
     if float(factors.min()) >= _SMALLEST_FACTOR:  # which NaN is not
         return factors, None
@@ -72,13 +73,36 @@ def contributions(one: Pass) -> Iterator[tuple[str, Contribution]]:
     return taken_at_operations(one) if one.plan.learned.by_operations else capture(one)
 
 
+class _Taken(NamedTuple):
+    """What was computed of parameters that are clipped together, on their device; nothing of it was read."""
+
+    norms: Tensor
+    scale: Tensor
+    ordinary: Tensor  # whether all samples are, a flag
+    squared: Tensor  # norms^2 over the parameters that are not formed late
+    slack: Tensor | None
+    late: Sequence[str]
+    step: int
+
+
+class _Clipped(NamedTuple):
+    """Of all samples: norms, factors, and which are refused, if any is."""
+
+    norms: Tensor
+    scale: Tensor
+    refused: Tensor | None
+
+
 class SampleMomentum:
     """v of every sample of a micro-batch, built up point by point, then clipped once and summed.
 
     Everything in here is sensitive; only the sum leaves it.
     """
 
-    def __init__(self, parameters: Iterable[str], samples: int, points: int, workspace: Workspace) -> None:
+    def __init__(
+        self, parameters: Iterable[str], samples: int, points: int, workspace: Workspace, questions: Questions
+    ) -> None:
+        self.questions = questions
         self._samples = samples
         self._points = points
         self._strategy = workspace.strategy
@@ -90,7 +114,7 @@ class SampleMomentum:
     ) -> None:
         """v += what the pass asks for. `seen` is shown every contribution. With `owners`, v is that of the units that
         the samples of the pass belong to."""
-        for name, contribution in contributions(one):
+        for name, contribution in contributions(one._replace(questions=self.questions)):
             if seen is not None:
                 seen(name, contribution)
             self.add(name, contribution if owners is None else owners.together(contribution))
@@ -115,14 +139,18 @@ class SampleMomentum:
         Returns |v| of every sample over all trainable parameters, never understated; not finite where v is not.
         """
         together = clipped_together(self._gradients, clip_norm, clipping)
-        found: list[Tensor] = []
+        ordinary, norms = list[bool](), list[Tensor]()
         with without_autocast():
-            for names, bound in together:
-                norms, scale, refused = self._clipped(names, bound, clipping)
-                found.append(norms)
+            taken = [self._taken_as_ordinary(names, bound, clipping) for names, bound in together]
+            for each in taken:
+                self.questions.ask(each.ordinary, lambda read: ordinary.append(bool(read[0])))
+            self.questions.answer()
+            for (names, bound), each, fine in zip(together, taken, ordinary, strict=True):
+                clipped = self._finished(each) if fine else self._taken_with_care(each, names, bound, clipping)
+                norms.append(clipped[0])
                 for name in names:
-                    self._write(name, scale, refused, None if before is None else before[name], into[name])
-        return found[0] if len(found) == 1 else torch.stack(found).square_().sum(0).sqrt_()
+                    self._write(name, *clipped[1:], None if before is None else before[name], into[name])
+        return norms[0] if len(norms) == 1 else torch.stack(norms).square_().sum(0).sqrt_()
 
     def _write(self, name: str, scale: Tensor, refused: Tensor | None, before: Tensor | None, out: Tensor) -> None:
         """out = before + the clipped sum of one parameter."""
@@ -135,18 +163,49 @@ class SampleMomentum:
                 self._gradients[name].without(refused)
             self._gradients[name].write_clipped_sum(scale, out, add=before is not None)
 
-    def _clipped(
-        self, names: Sequence[str], clip_norm: float, clipping: Clipping
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(norms, factors, refused) of all samples over some parameters, which are clipped together.
+    def _taken_as_ordinary(self, names: Sequence[str], clip_norm: float, clipping: Clipping) -> _Taken:
+        """Norms and factors of all samples over some parameters, which are clipped together.
 
-        Gradients that are formed late are summed on the way.
+        All samples are taken to be ordinary: finite, with factors that float32 holds, and no rounding to speak of.
+        Whether they are is a flag, to be read with all other questions about the micro-batch. Gradients that are formed
+        late are summed on the way.
         """
         kept = {name: self._gradients[name].factors for name in names}
         late, step = self._strategy.held_late({name: uses for name, uses in kept.items() if uses}, self._samples)
         # in the parameters' order, not a set's: sums round the same way in every process
         others = [name for name in names if name in self._touched and name not in late]
-        norms, slack = self._squared_norms(others)  # squares until all parameters are counted
+        squared, slack = self._squared_norms(others)
+        norms, scales, ordinary = squared.clone(), list[Tensor](), list[Tensor]()
+        for start in range(0, self._samples, step):
+            chosen = slice(start, min(start + step, self._samples))
+            some, formed = norms[chosen], {name: self._gradients[name].formed(chosen) for name in late}
+            for part in formed.values():
+                some += squared_norms(part).to(some)
+            some.sqrt_()
+            if slack is not None:
+                some += slack[chosen]
+            scale = clip_factors(some, clip_norm, clipping)
+            fine = scale >= _SMALLEST_FACTOR  # which NaN is not
+            if slack is not None:
+                fine &= scale * slack[chosen] <= _LARGEST_ROUNDING * clip_norm
+            for name, part in formed.items():
+                self._gradients[name].add_clipped(part, scale, None)
+            scales.append(scale)
+            ordinary.append(fine)
+        flags, scale = (each[0] if len(each) == 1 else torch.cat(each) for each in (ordinary, scales))
+        return _Taken(norms, scale, flags.all(), squared, slack, late, step)
+
+    def _finished(self, taken: _Taken) -> _Clipped:
+        for name in taken.late:
+            self._gradients[name].forget_factors()
+        return _Clipped(taken.norms, taken.scale, None)
+
+    def _taken_with_care(self, taken: _Taken, names: Sequence[str], clip_norm: float, clipping: Clipping) -> _Clipped:
+        """The same where some sample is not finite, or is formed and added by itself."""
+        norms, slack, late, step = taken.squared, taken.slack, taken.late, taken.step
+        for name in late:
+            self._gradients[name].forget_total()
+        others = [name for name in names if name in self._touched and name not in late]
         scales: list[Tensor] = []
         aside: list[int] = []
         for start in range(0, self._samples, step):
@@ -171,14 +230,14 @@ class SampleMomentum:
         for name in late:
             self._gradients[name].forget_factors()
         if aside:
-            taken = torch.zeros(self._samples, dtype=torch.bool)
-            taken[aside] = True
+            added = torch.zeros(self._samples, dtype=torch.bool)
+            added[aside] = True
             for name in others:
-                self._gradients[name].set_aside(taken)
+                self._gradients[name].set_aside(added)
         if len(scales) > 1:
             scale = torch.cat(scales)
             refused = None if bool(scale.all()) else scale == 0.0
-        return norms, scale, refused
+        return _Clipped(norms, scale, refused)
 
     def _add_alone(
         self, sample: int, names: Sequence[str], rest: Sequence[Tensor], clip_norm: float, clipping: Clipping
@@ -188,7 +247,7 @@ class SampleMomentum:
         Returns its norm, over all, and its factor.
         """
         formed = {name: self._gradients[name].formed(slice(sample, sample + 1)) for name in names}
-        squares = [squared_norms(part).to("cpu", torch.float64) for part in (*formed.values(), *rest)]
+        squares = [wide_numbers(squared_norms(part)) for part in (*formed.values(), *rest)]
         norm = torch.stack(squares).sum(0).sqrt_()
         factor, refused = finite_factors(norm, clip_norm, clipping)
         for name, part in formed.items():
@@ -203,12 +262,14 @@ class SampleMomentum:
             norm, rounding = self._gradients[name].norms(roots)
             squared = _added(squared, norm)
             if rounding is not None:
-                slack = _added(slack, rounding.to("cpu", torch.float64).square_())  # not in less, which could lose it
-        if squared is None:
-            squared = torch.zeros(self._samples, dtype=torch.float64)
+                slack = _added(slack, wide_numbers(rounding).square())  # not in less, which could lose it
+        if squared is None:  # all are formed late
+            like = next((gradient.factors[0] for gradient in self._gradients.values() if gradient.factors), None)
+            device = None if like is None else like.device
+            squared = wide_numbers(torch.zeros(self._samples, device=device))
         return squared, None if slack is None else slack.sqrt_()
 
 
 def _added(total: Tensor | None, part: Tensor) -> Tensor:
-    part = part.to("cpu", torch.float64)
-    return part if total is None else total.add_(part)
+    part = wide_numbers(part)
+    return part if total is None else total.add_(part.to(total.device))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.plan import Plan
+from pmlf.engine.questions import Questions
 
 LossFunction = Callable[[Any, Any], Any]
 # How the rows of a layer are known to be the samples' own: by proof, or by marks in a second backward pass.
@@ -16,7 +17,10 @@ Rows = Literal["their own", "marked"]
 
 
 class Pass(NamedTuple):
-    """weight * (gradients of the loss of every sample at the parameters `values`) is what is asked for."""
+    """weight * (gradients of the loss of every sample at the parameters `values`) is what is asked for.
+
+    Whether it was all in order is asked by `questions`, to be answered later; at once where there are none.
+    """
 
     anatomy: Anatomy
     plan: Plan
@@ -26,3 +30,4 @@ class Pass(NamedTuple):
     samples: int
     weight: float = 1.0
     rows: Rows = "their own"
+    questions: Questions | None = None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pmlf.engine.clipper import ClippedSum
-from pmlf.engine.fingerprint import Fingerprint
+from pmlf.engine.fingerprint import Fingerprint, fingerprint, refuse_written
+from pmlf.engine.questions import Questions
 
 
 class PendingSum(NamedTuple):
@@ -37,3 +39,8 @@ class PendingSum(NamedTuple):
         return PendingSum(
             self.fingerprint, total, self.samples + samples, self.micro_batches + 1, units=self.units | units
         )
+
+    def refuse_written(self, parameters: Mapping[str, Tensor], questions: Questions) -> None:
+        """Ask whether passes have written into the parameters; if so, an error when the questions are answered."""
+        changed = self.fingerprint.changed(fingerprint(parameters.values()))
+        questions.refuse(changed.any(), lambda: refuse_written(parameters, self.fingerprint))

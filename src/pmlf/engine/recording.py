@@ -15,6 +15,7 @@ from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.arithmetic import full_precision
 from pmlf.engine.layers import Statistics, UnsupportedModel
 from pmlf.engine.plan import Plan, Watched
+from pmlf.engine.questions import Questions
 
 
 class Seen(NamedTuple):
@@ -110,7 +111,9 @@ def hooked(anatomy: Anatomy, plan: Plan, recorder: Recorder) -> Iterator[None]:
             handle.remove()
 
 
-def refuse_rows_of_others(name: str, grad: Tensor | None, marked: Tensor | None, marks: Tensor) -> None:
+def refuse_rows_of_others(
+    name: str, grad: Tensor | None, marked: Tensor | None, marks: Tensor, questions: Questions
+) -> None:
     """Rows are taken to be the samples' own, as many of each, one sample after the other: then each scales with the
     mark of the loss that it is taken for. Rows picked from all samples (`x[mask]`) do not, however many they are."""
     if grad is None or marked is None:
@@ -120,11 +123,15 @@ def refuse_rows_of_others(name: str, grad: Tensor | None, marked: Tensor | None,
     wanted = rows * marks.to(rows).repeat_interleave(each).unsqueeze(1)
     distance, lengths = (torch.linalg.vector_norm(each, dim=1) for each in (scaled - wanted, wanted))
     smallest = 1e-6 * torch.where(lengths.isfinite(), lengths, 0.0).max()
-    if bool(((distance > 1e-2 * lengths + smallest) & distance.isfinite()).any()):
+    wrong = ((distance > 1e-2 * lengths + smallest) & distance.isfinite()).any()
+
+    def refuse() -> None:
         raise UnsupportedModel(
             f"the rows of {name} are not the samples' own, as many of each, one sample after the other: put the batch "
             "first, keep its order, and mask rows instead of picking them"
         )
+
+    questions.refuse(wrong, refuse)
 
 
 def refuse_reentrant_checkpoint(loss: Tensor, what: str) -> None:

@@ -64,7 +64,7 @@ def _root(sides: Sequence[Tensor]) -> Root:
     lower = sides[0].new_empty(samples, tokens, tokens)
     lengths = lower.new_empty(samples, tokens, dtype=wide)
     found = lower.new_empty(samples, dtype=torch.bool)
-    for chosen in blocks(slice(0, samples), 4 * tokens * (features + 2 * tokens)):
+    for chosen in blocks(slice(0, samples), 4 * tokens * (features + 2 * tokens), like=lower):
         rows = lengths.new_empty(chosen.stop - chosen.start, tokens, features)
         products = rows.new_empty(len(rows), tokens, tokens)
         for side, start, end in zip(sides, ends, ends[1:], strict=False):
@@ -92,7 +92,7 @@ def rooted_norms(uses: Sequence[Outer], roots: Roots) -> tuple[Tensor, Tensor]:
     root, ends = roots.of(narrow), _ends(wide)
     (samples, _, features), tokens = wide[0].shape, ends[-1]
     squared, lengths = torch.zeros_like(root.scale), torch.empty_like(root.lengths)
-    for chosen in blocks(slice(0, samples), 4 * tokens * features):
+    for chosen in blocks(slice(0, samples), 4 * tokens * features, like=lengths):
         parts, lower = [side[chosen] for side in wide], root.lower[chosen]
         for v, part in enumerate(parts):  # rows v of R wide
             rows = lower[:, :, ends[v] : ends[v + 1]].mT

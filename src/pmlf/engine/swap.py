@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -23,6 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pmlf.basics.batches import same_bits
 from pmlf.engine.anatomy import Anatomy
+from pmlf.engine.arithmetic import on_host
+from pmlf.engine.questions import Questions
 
 _OWN = ("_parameters", "_buffers", "_modules")
 
@@ -31,6 +34,7 @@ class ModelWritten(ValueError):
     """A forward pass has written into the model."""
 
     def __init__(self, name: str) -> None:
+        self.name = name
         super().__init__(
             f"{name!r} was written by the forward pass, so it would carry the data without noise: remove what writes "
             "it (running statistics, counters, statistics of the first batch), make it before training from public "
@@ -40,13 +44,34 @@ class ModelWritten(ValueError):
 
 @dataclass
 class Swap:
-    """What a pass has written: names of buffers, parameters, submodules and attributes that hold tensors."""
+    """What a pass has written: names of buffers, parameters, submodules and attributes that hold tensors.
+
+    Whether tensors on a device were written is a flag there, which is not read before it is asked about.
+    """
 
     written: list[str] = field(default_factory=list)
+    doubted: list[tuple[str, Tensor]] = field(default_factory=list)
 
-    def refuse_written(self) -> None:
+    def refuse_written(self, questions: Questions | None = None) -> None:
+        """Raise ModelWritten; of tensors on a device when the questions are answered, or at once without any."""
         if self.written:
             raise ModelWritten(self.written[0])
+        asked = questions or Questions()
+        for name, flag in self.doubted:
+            asked.refuse(flag, partial(_raise_written, name))
+        if questions is None:
+            asked.answer()
+
+    def add(self, name: str, written: bool | Tensor) -> None:
+        """Something was written, or a flag on a device says whether."""
+        if isinstance(written, Tensor):
+            self.doubted.append((name, written))
+        elif written:
+            self.written.append(name)
+
+
+def _raise_written(name: str) -> None:
+    raise ModelWritten(name)
 
 
 @contextmanager
@@ -67,8 +92,8 @@ def swapped(anatomy: Anatomy, replacements: Mapping[int, Tensor]) -> Iterator[Sw
         yield swap
         with _disable_current_modes():  # what somebody observes is the pass, not this look at it
             for holder in holders:
-                swap.written += holder.written()
-            swap.written += aside.written()
+                holder.look(swap)
+            aside.look(swap)
     finally:
         with _disable_current_modes():
             aside.restore()
@@ -86,17 +111,14 @@ class _BuffersAside:
             if id(buffer) in replacements
         ]
 
-    def written(self) -> list[str]:
-        return [
-            name
-            for name, buffer, before, stand_in in self._buffers
-            if not (_same_values(buffer, before) and _same_values(stand_in, before))
-        ]
+    def look(self, swap: Swap) -> None:
+        for name, buffer, before, stand_in in self._buffers:
+            swap.add(name, _written(buffer, before))
+            swap.add(name, _written(stand_in, before))
 
     def restore(self) -> None:
         for _, buffer, before, _ in self._buffers:
-            if not _same_values(buffer, before):
-                buffer.data.copy_(before)
+            _put_back(buffer, before)
 
 
 class _Holder:
@@ -136,18 +158,23 @@ class _Holder:
         if isinstance(self._module, nn.RNNBase):
             _flatten(self._module)
 
-    def written(self) -> list[str]:
-        """The names of what is not as it was put."""
+    def look(self, swap: Swap) -> None:
+        """Tell what is not as it was put."""
+        prefix = f"{self.name}." if self.name else ""
         found: list[str] = []
         for place, put in self._put:
             if [*map(id, place.values())] != [*map(id, put.values())] or place.keys() != put.keys():
                 found += [name for name in {**put, **place} if place.get(name) is not put.get(name)]
-        for name, held in self._held.items():
-            if not held.same(self._now.get(name)):
-                found.append(name)
-        found += self._new()
+        for name in found:
+            swap.add(prefix + name, True)
         self._as_put = not found
-        return [f"{self.name}.{name}" if self.name else name for name in found] if found else found
+        for name, held in self._held.items():
+            for written in held.written(self._now.get(name)):
+                self._as_put &= written is False
+                swap.add(prefix + name, written)
+        for name in self._new():
+            self._as_put = False
+            swap.add(prefix + name, True)
 
     def restore(self) -> None:
         for place, values in self._owned:
@@ -193,15 +220,17 @@ class _Attribute:
         self._leaves = [(leaf, _copied(leaf)) for leaf in _leaves(value)]
         self._content = copy.copy(value) if isinstance(value, (list, dict, set, deque)) else None
 
-    def same(self, value: Any) -> bool:
+    def written(self, value: Any) -> list[bool | Tensor]:
+        """Whether the attribute is another one, and whether each of its leaves is."""
         now = list(_leaves(value))
         if value is not self._value and not (isinstance(value, float) and isinstance(self._value, float)):
-            return False
-        pairs = zip(now, self._leaves, strict=False)
-        return len(now) == len(self._leaves) and all(_is_still(leaf, *before) for leaf, before in pairs)
+            return [True]
+        if len(now) != len(self._leaves):
+            return [True]
+        return [_changed(leaf, *before) for leaf, before in zip(now, self._leaves, strict=True)]
 
     def restore(self, attributes: dict[str, Any], name: str) -> None:
-        if self.same(attributes.get(name)):
+        if not any(written is not False for written in self.written(attributes.get(name))):
             return
         attributes[name] = self._value
         if isinstance(self._value, (list, deque)):
@@ -212,7 +241,7 @@ class _Attribute:
             self._value.update(self._content or ())
         for leaf, kept in self._leaves:
             if isinstance(leaf, Tensor) and isinstance(kept, Tensor):
-                leaf.data.copy_(kept)
+                _put_back(leaf, kept)
             elif isinstance(leaf, np.ndarray):
                 leaf[...] = kept
 
@@ -224,13 +253,13 @@ def _copied(leaf: Leaf) -> Leaf:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.copy(leaf)
 
 
-def _is_still(now: Leaf, before: Leaf, kept: Leaf) -> bool:
-    """Whether a leaf is the one that it was, with the value that it had."""
+def _changed(now: Leaf, before: Leaf, kept: Leaf) -> bool | Tensor:
+    """Whether a leaf is another one than it was, or has another value."""
     if isinstance(now, Tensor) and isinstance(kept, Tensor):
-        return now is before and _same_values(now, kept)
+        return True if now is not before else _written(now, kept)
     if isinstance(now, np.ndarray) and isinstance(kept, np.ndarray):
-        return now is before and np.array_equal(now, kept, equal_nan=now.dtype.kind in "fc")
-    return type(now) is type(kept) and (now == kept or (now != now and kept != kept))
+        return now is not before or not np.array_equal(now, kept, equal_nan=now.dtype.kind in "fc")
+    return type(now) is not type(kept) or not (now == kept or (now != now and kept != kept))
 
 
 # hooks, parameters, flat weights: looked at by themselves
@@ -286,5 +315,17 @@ def _has_attributes(value: Any) -> bool:
     return not isinstance(value, _OPAQUE) and isinstance(getattr(value, "__dict__", None), dict)
 
 
-def _same_values(one: Tensor, other: Tensor) -> bool:
-    return type(one) is type(other) and one.device == other.device and same_bits(one, other)
+def _written(now: Tensor, before: Tensor) -> bool | Tensor:
+    """Whether a tensor has other bits than before; a flag on its device, where to know would make the host wait."""
+    if type(now) is not type(before) or now.device != before.device:
+        return True
+    if on_host(now) or now.shape != before.shape or now.dtype != before.dtype or now.layout != torch.strided:
+        return not same_bits(now, before)
+    first, second = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (now, before))
+    return (first != second).any()
+
+
+def _put_back(tensor: Tensor, before: Tensor) -> None:
+    """The bits that it had. On a device they are written in any case: to look first would make the host wait."""
+    if _written(tensor, before) is not False:
+        tensor.data.copy_(before)

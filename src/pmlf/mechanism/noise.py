@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pmlf.basics.arguments import is_number, require_count
+from pmlf.basics.generators import generator_states
 
 CHUNK = 1 << 17  # Gaussians computed at a time: the work arrays stay in cache
 LARGEST_STD = 1e30  # float32 holds any noise of this standard deviation
@@ -125,7 +126,11 @@ class Stream:
                 for summand in range(1, SUMMANDS):
                     noise += self._gaussians(target.numel(), work, summand)
                 noise *= std / math.sqrt(SUMMANDS)
-                target.copy_(noise.add_(target.cpu()))  # not every device has float64
+            noise = _sent(noise if hardened else noise.to(target.dtype), target.device)
+            if hardened and noise.device != target.device:  # which has no float64
+                target.copy_(noise.add_(target.cpu()))
+            elif hardened:
+                target.copy_(noise.add_(target))
             else:
                 target.add_(noise.to(target), alpha=std)
 
@@ -141,6 +146,18 @@ class Stream:
         torch.cos(angle, out=found[:pairs]).mul_(radius)
         torch.sin(angle, out=found[pairs : 2 * pairs]).mul_(radius)
         return found[:count]
+
+
+def _sent(noise: Tensor, device: torch.device) -> Tensor:
+    """A chunk of noise on the device that it is added on; on the CPU, if the device has no float64.
+
+    To CUDA it goes from page-locked memory, which torch keeps until the copy is done: while the device copies and adds
+    one chunk, the host computes the next, and waits for nothing.
+    """
+    if device.type in ("cpu", "mps"):
+        return noise
+    locked = noise.pin_memory() if device.type == "cuda" else noise
+    return locked.to(device, non_blocking=device.type == "cuda")
 
 
 class _Work:
@@ -270,9 +287,8 @@ def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
         seed: The seed.
         device: The device whose generator is seeded beside the CPU's.
     """
-    generator = torch.default_generator
-    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
-    states = generator.get_state(), None if accelerator is None else accelerator.get_rng_state()
+    generator, states = torch.default_generator, generator_states(device)
+    accelerator = None if len(states) == 1 else torch.get_device_module(device)
     generator.manual_seed(seed)  # torch.manual_seed takes a millisecond and reseeds every device
     if accelerator is not None:
         accelerator.manual_seed(seed)

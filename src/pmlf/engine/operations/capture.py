@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from pmlf.engine.operations.layouts import (
     Learned,
     digit_marks,
     digits_for,
+    fits,
     laid_out,
     picked,
     random_marks,
@@ -55,13 +57,29 @@ def taken_at_operations(one: Pass) -> Iterator[tuple[str, Contribution]]:
     while taken:
         use, grad, layout = taken.popleft()
         for number, weight in enumerate(use.weights):
-            with without_autocast(), torch.no_grad():
+            with without_autocast(), torch.no_grad(), _rules_explained(use):
                 found = use.take(number, grad, layout)
             yield from weights.carried(weight, found)
             del found
         del use, grad
     with without_autocast():
         yield from weights.pulled_back()
+
+
+@contextmanager
+def _rules_explained(use: Use) -> Iterator[None]:
+    """An error of a rule says which operation it is about; what torch said is quoted without numbers, which may count
+    the samples."""
+    try:
+        yield
+    except (UnsupportedModel, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = re.sub(r"[0-9]+", "n", str(error).split("\n")[0])
+        raise UnsupportedModel(
+            f"the rule of {use.key.operation} of {use.key.weights[0]!r} does not know this form "
+            f"({type(error).__name__}: {said})"
+        ) from error
 
 
 def _passed(one: Pass) -> tuple[Weights, deque[tuple[Use, Tensor, Layout]], int | None]:
@@ -98,7 +116,7 @@ def _passed(one: Pass) -> tuple[Weights, deque[tuple[Use, Tensor, Layout]], int 
         layouts, chance = (known, None) if not marking else _found(loss, one.weight, mode.uses, grads, known, learned)
     del loss
     swap.written += [name for name, parameter, version in versions if parameter._version != version]
-    swap.refuse_written()
+    swap.refuse_written(one.questions)
     for use in mode.uses:
         if any(tensor._version != version for tensor, version in use.kept):
             raise UnsupportedModel(
@@ -124,18 +142,25 @@ def _found(
     marks = random_marks(loss)
     edges = [use.edge for use in uses]
     marked = torch.autograd.grad(loss, edges, weight * marks, allow_unused=True, retain_graph=True)
-    layouts: list[Layout | None] = []
+    layouts: list[Layout | None] = [None] * len(uses)
     open_questions: list[int] = []
-    for number, (use, grad, scaled) in enumerate(zip(uses, grads, marked, strict=False)):
-        if grad is None or scaled is None or not bool(grad.any()):
-            layouts.append(None)
+    pairs = {
+        number: (grad.reshape(use.shape), scaled.reshape(use.shape))
+        for number, (use, grad, scaled) in enumerate(zip(uses, grads, marked, strict=False))
+        if grad is not None and scaled is not None
+    }
+    flags = [each for n, (grad, scaled) in pairs.items() for each in (grad.any(), fits(grad, scaled, marks, known[n]))]
+    answers = iter(torch.stack(flags).tolist() if flags else [])  # one read, for all uses
+    for number, (grad, scaled) in pairs.items():
+        there, fitting = next(answers), next(answers)
+        if not there:
             continue
-        layout = laid_out(grad.reshape(use.shape), scaled.reshape(use.shape), marks, known[number])
-        layouts.append(layout)
+        layout = known[number] if fitting else laid_out(grad, scaled, marks)
+        layouts[number] = layout
         if layout is None:
             open_questions.append(number)
         else:
-            learned.layouts[use.key] = layout
+            learned.layouts[uses[number].key] = layout
     if open_questions:
         chance = next((uses[number].key.question for number in open_questions if uses[number].presumed), None)
         if chance is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmlf.engine.arithmetic import full_precision
+from pmlf.engine.arithmetic import blocks, full_precision
 from pmlf.engine.layers import Contribution
 from pmlf.engine.operations.layouts import Layout
 from pmlf.engine.operations.products import LETTERS
@@ -49,7 +49,7 @@ def reduced(terms: list[Tensor], shape: torch.Size, weight: torch.Size, layout: 
     missing = [letter for letter in kept if letter not in there]
     owned = axis in kept
     out = "".join(letter for letter in kept if letter in there and letter != axis)
-    result = torch.einsum(f"{','.join(spelled)}->Z{axis if owned else ''}{out}", *parts)
+    result = _summed(parts, spelled, f"Z{axis if owned else ''}{out}")
     result = result * times if times != 1 else result
     samples = layout.samples
     if missing:
@@ -61,6 +61,25 @@ def reduced(terms: list[Tensor], shape: torch.Size, weight: torch.Size, layout: 
     if owned:
         result = _on_diagonal(result, kept.index(axis), layout)
     return result.reshape(samples, *weight)
+
+
+def _summed(parts: list[Tensor], spelled: list[str], wanted: str) -> Tensor:
+    """The product of terms with these axes, summed to the axes wanted.
+
+    Two terms with the same axes are multiplied element by element, a few samples at a time, so that their product stays
+    in the cache: as a matrix product (einsum) they would be very many very small ones.
+    """
+    if len(parts) != 2 or spelled[0] != spelled[1] or wanted == "Z":
+        return torch.einsum(f"{','.join(spelled)}->{wanted}", *parts)
+    first, second = parts
+    axes = [place for place, letter in enumerate(spelled[0]) if letter not in wanted]
+    if not axes:
+        return torch.einsum(f"{','.join(spelled)}->{wanted}", *parts)
+    each = 12 * first[0].numel()
+    found = [(first[some] * second[some]).sum(axes) for some in blocks(slice(0, len(first)), each, like=first)]
+    kept = [letter for letter in spelled[0] if letter in wanted]
+    result = found[0] if len(found) == 1 else torch.cat(found)
+    return result.permute([kept.index(letter) for letter in wanted])
 
 
 def _on_diagonal(rows: Tensor, place: int, layout: Layout) -> Tensor:

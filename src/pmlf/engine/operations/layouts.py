@@ -51,15 +51,15 @@ class Layout:
         found[self.owners[order], within] = rows[order]
         return found
 
-    def mask(self, shape: torch.Size, sample: int) -> Tensor:
-        """True where an element of a tensor of this shape is the sample's; it broadcasts."""
-        rows = shape[self.axis]
-        place = torch.arange(rows)
+    def mask(self, like: Tensor, sample: int) -> Tensor:
+        """True where an element of such a tensor is the sample's; it broadcasts."""
+        rows = like.shape[self.axis]
         if self.owners is not None:
-            owners = self.owners.cpu()
+            owners = self.owners
         else:
+            place = torch.arange(rows, device=like.device)
             owners = place // max(1, rows // self.samples) if self.order == "major" else place % self.samples
-        return (owners == sample).view(-1, *[1] * (len(shape) - 1 - self.axis))
+        return (owners == sample).view(-1, *[1] * (like.ndim - 1 - self.axis))
 
 
 def random_marks(loss: Tensor) -> Tensor:
@@ -84,28 +84,24 @@ def digits_for(samples: int) -> int:
     return digits
 
 
-def laid_out(grad: Tensor, marked: Tensor, marks: Tensor, known: Layout | None) -> Layout | None:
-    """The layout by which every row scales with its sample's mark; None where there is none, for all or for any axis.
-
-    A layout that is known already is tried first.
-    """
-    samples = len(marks)
-    candidates = [] if known is None or known.order == "picked" else [replace(known, samples=samples)]
+def laid_out(grad: Tensor, marked: Tensor, marks: Tensor) -> Layout | None:
+    """The layout by which every row scales with its sample's mark; None where there is none."""
+    samples, candidates = len(marks), list[Layout]()
     for axis, size in enumerate(grad.shape):
         if size % samples == 0 and size:
             candidates += [Layout(axis=axis, samples=samples)]
             candidates += [Layout(axis=axis, samples=samples, order="minor")] if size > samples else []
-    for layout in candidates:
-        if layout.axis < grad.ndim and grad.shape[layout.axis] % samples == 0 and _fits(grad, marked, marks, layout):
-            return layout
-    return None
+    return next((layout for layout in candidates if bool(fits(grad, marked, marks, layout))), None)
 
 
-def _fits(grad: Tensor, marked: Tensor, marks: Tensor, layout: Layout) -> bool:
+def fits(grad: Tensor, marked: Tensor, marks: Tensor, layout: Layout | None) -> Tensor:
+    """Whether every row scales with the mark of the sample that it has by this layout, as a flag on its device."""
+    if layout is None or layout.order == "picked" or layout.axis >= grad.ndim or grad.shape[layout.axis] % len(marks):
+        return torch.zeros((), dtype=torch.bool, device=grad.device)
     rows, scaled = (layout.by_sample(full_precision(each)) for each in (grad, marked))
     rows, scaled = (each.reshape(*each.shape[:2], -1) for each in (rows, scaled))
     wanted = rows * marks.to(rows).view(-1, 1, 1)
-    return bool(_alike(scaled.flatten(0, 1), wanted.flatten(0, 1)).all())
+    return _alike(scaled.flatten(0, 1), wanted.flatten(0, 1)).all()
 
 
 def _alike(some: Tensor, wanted: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from pmlf.basics.generators import generator_states, same_states
 from pmlf.engine.arithmetic import full_precision
 from pmlf.engine.layers import Contribution, UnsupportedModel
 from pmlf.engine.operations.convolutions import Convolution
@@ -53,10 +54,10 @@ def by_autograd(func: Any, args: Args, kwargs: Named, weights: tuple[Tensor, ...
             ),
             (args, kwargs),
         )
-        before = torch.default_generator.get_state()
+        before = generator_states(weight.device)
         with torch.enable_grad():
             out = func(*given, **named)
-        if not torch.equal(before, torch.default_generator.get_state()):
+        if not same_states(before, generator_states(weight.device)):
             raise UnsupportedModel(f"{func.__name__} uses a weight and draws random numbers: draw them outside of it")
         if not out.requires_grad:
             return grad.new_zeros(layout.samples, *weight.shape)
@@ -64,7 +65,7 @@ def by_autograd(func: Any, args: Args, kwargs: Named, weights: tuple[Tensor, ...
         step = max(1, _MASKED_BYTES // (4 * max(1, grad.numel())))
         for start in range(0, layout.samples, step):
             chosen = range(start, min(start + step, layout.samples))
-            masked = torch.stack([grad * layout.mask(grad.shape, each).to(grad.device) for each in chosen])
+            masked = torch.stack([grad * layout.mask(grad, each) for each in chosen])
             masked = masked.reshape(len(chosen), *out.shape)
             (found,) = vector_products(out, [weight], masked)
             parts.append(grad.new_zeros(len(chosen), *weight.shape) if found is None else found)

@@ -41,6 +41,7 @@ _MADE_LIKE = frozenset(
         "empty_like",
     ]
 )
+_UNKNOWN_FORM = (TypeError, IndexError, KeyError, AttributeError, AssertionError)  # of arguments, in a rule
 _NAMES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -122,12 +123,25 @@ class Uses(TorchFunctionMode):
         if with_samples or operation in self._handlers:
             handler = self._handlers.get(operation)
             if handler is not None:
-                found = handler(self, func, args, kwargs, with_samples)
+                found = self._handled(handler, func, args, kwargs, with_samples)
                 if found is not NotImplemented:
                     return found
             if with_samples:
                 return self.use(func, args, kwargs)
         return self._of_weights(func, operation, args, kwargs)
+
+    def _handled(self, handler: Callable[..., Any], func: Any, args: Any, kwargs: Any, with_samples: bool) -> Any:
+        """By its rule; by autograd where an operation is called in a form that the rule does not know."""
+        before = len(self.uses)
+        try:
+            return handler(self, func, args, kwargs, with_samples)
+        except _UNKNOWN_FORM:
+            if func.__name__ == "__setitem__":
+                raise
+            del self.uses[before:]
+            with torch.no_grad():
+                func(*args, **kwargs)  # an error of the user's own comes up as itself
+            return NotImplemented
 
     # what tensors are
 

@@ -102,7 +102,7 @@ class Weights:
     def _pulled(self, weight: Tensor, rows: Tensor) -> list[Tensor | None]:
         leaves, parts = list(self._leaves.values()), list[list[Tensor | None]]()
         rows = rows.to(weight.dtype)
-        for chosen in blocks(slice(0, len(rows)), 4 * weight.numel(), together=_PULLED_BYTES):
+        for chosen in blocks(slice(0, len(rows)), 4 * weight.numel(), like=rows, together=_PULLED_BYTES):
             parts.append(vector_products(weight, leaves, rows[chosen]))
         return [
             None if each[0] is None else torch.cat([e for e in each if e is not None])
