@@ -1,10 +1,12 @@
 """Peak memory of a training step at RoBERTa-base size, private (DP-PMLF, k=2) against plain, each in its own process.
 
 python benchmarks/memory.py            # prints both peaks, net of imports, and their ratio
+python benchmarks/memory.py --layers 8 # the same of a model with fewer layers, as the test does
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
 import subprocess
@@ -17,7 +19,7 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(mode: str) -> dict[str, float]:
+def measure(mode: str, layers: int) -> dict[str, float]:
     """One step on random tokens, with the two points of k=2; the peak beyond what imports took."""
     import torch
     import torch.nn.functional as F
@@ -27,7 +29,8 @@ def measure(mode: str) -> dict[str, float]:
 
     before = peak_bytes()
     torch.manual_seed(0)
-    model = RobertaForSequenceClassification(RobertaConfig(vocab_size=50265, max_position_embeddings=514))
+    config = RobertaConfig(vocab_size=50265, max_position_embeddings=514, num_hidden_layers=layers)
+    model = RobertaForSequenceClassification(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     batch = {"input_ids": torch.randint(5, 50265, (SAMPLES, TOKENS)), "labels": torch.randint(2, (SAMPLES,))}
 
@@ -50,12 +53,17 @@ def measure(mode: str) -> dict[str, float]:
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        print(json.dumps(measure(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12, help="layers of the model; RoBERTa-base has 12")
+    parser.add_argument("--only", choices=("plain", "private"), help="measure one, in this process")
+    given = parser.parse_args()
+    if given.only is not None:
+        print(json.dumps(measure(given.only, given.layers)))
         return
     peaks = {}
     for mode in ("plain", "private"):
-        output = subprocess.run([sys.executable, __file__, mode], check=True, capture_output=True, text=True).stdout
+        command = [sys.executable, __file__, "--only", mode, "--layers", str(given.layers)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         peaks[mode] = json.loads(output.splitlines()[-1])["peak"]
     print(json.dumps({**peaks, "ratio": peaks["private"] / peaks["plain"]}))
 

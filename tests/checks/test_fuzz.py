@@ -1,4 +1,4 @@
-"""Two hundred random models of benchmarks/fuzz.py, which has the long form, and the fuzzer itself."""
+"""A hundred random models of benchmarks/fuzz.py, which has the long form, and the fuzzer itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuzzing.losses import Loss
 from fuzzing.recipes import Recipe, drawn
 from fuzzing.summary import Tally
 
-MODELS, TOGETHER = 200, 25
+MODELS, TOGETHER = 100, 25
 
 
 @pytest.fixture(autouse=True)
