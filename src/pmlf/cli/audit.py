@@ -233,6 +233,8 @@ class Audit(Command):
                 raise ValueError(
                     f"{flag(name)} cannot be used with --model: leave it out; --runs sets the size of the audit"
                 )
+        if self.of_model.own.unit_column is not None:
+            raise ValueError("--unit-column cannot be used with --model, which audits records: leave it out")
         if self.plot is not None and not self.of_model.runs:
             raise ValueError(
                 "--plot draws the scores of runs, and --runs 0 has none: give --runs 400, or leave --plot out"

@@ -11,10 +11,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import tyro
 from rich.console import Console, RenderableType
 
 from pmlf.experiments.spec import flag
 
+CONFIG = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)  # of the parser
 REFUSED = 2
 INTERRUPTED = 130  # the exit code that a shell reports after Ctrl-C
 _LIBRARY_NAMES = {"target_epsilon": "--epsilon", "target_delta": "--delta"}  # arguments whose flag has another name

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from typing import Annotated, TextIO
+from collections.abc import Callable
+from typing import TextIO
 
 import tyro
 
@@ -13,8 +14,9 @@ import pmlf
 from pmlf.cli.account import Account
 from pmlf.cli.audit import Audit
 from pmlf.cli.bench import Bench
-from pmlf.cli.common import INTERRUPTED, REFUSED, Command, in_words_of_the_command_line, say
+from pmlf.cli.common import CONFIG, INTERRUPTED, REFUSED, Command, in_words_of_the_command_line, say
 from pmlf.cli.filter import Filter
+from pmlf.cli.help import print_commands, print_help
 from pmlf.cli.plan import Planning
 from pmlf.cli.probe import ProbeCommand
 from pmlf.cli.report import Report
@@ -25,23 +27,36 @@ from pmlf.cli.tune import Tune
 from pmlf.cli.use import Evaluate, Export, Predict
 from pmlf.parallel.failure import RankFailed
 
-_AnyCommand = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[Predict, tyro.conf.subcommand("predict")]
-    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
-    | Annotated[Export, tyro.conf.subcommand("export")]
-    | Annotated[Planning, tyro.conf.subcommand("plan")]
-    | Annotated[Tune, tyro.conf.subcommand("tune")]
-    | Annotated[ProbeCommand, tyro.conf.subcommand("probe")]
-    | Annotated[Account, tyro.conf.subcommand("account")]
-    | Annotated[Filter, tyro.conf.subcommand("filter")]
-    | Annotated[Audit, tyro.conf.subcommand("audit")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-    | Annotated[SelfTest, tyro.conf.subcommand("selftest")]
-    | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
-    | Annotated[Report, tyro.conf.subcommand("report")]
-)
+COMMANDS: dict[str, type[Command]] = {
+    "train": Train,
+    "compare": Compare,
+    "predict": Predict,
+    "evaluate": Evaluate,
+    "export": Export,
+    "plan": Planning,
+    "tune": Tune,
+    "probe": ProbeCommand,
+    "account": Account,
+    "filter": Filter,
+    "audit": Audit,
+    "bench": Bench,
+    "selftest": SelfTest,
+    "reproduce": Reproduce,
+    "report": Report,
+}
+
+
+def parsed(argv: list[str] | None = None) -> Command:
+    """The command that some arguments ask for.
+
+    Args:
+        argv: the arguments; those of the process by default.
+
+    Raises:
+        SystemExit: the parser has printed what it refuses.
+    """
+    choices: dict[str, Callable[..., Command]] = {**COMMANDS}
+    return tyro.extras.subcommand_cli_from_dict(choices, prog="pmlf", args=argv, config=CONFIG)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,22 +72,19 @@ def main(argv: list[str] | None = None) -> int:
     pmlf 0...
     0
     """
-    if (sys.argv[1:] if argv is None else argv) == ["--version"]:
+    given = sys.argv[1:] if argv is None else argv
+    if given == ["--version"]:
         print(f"pmlf {pmlf.__version__}")
+        return 0
+    if {"-h", "--help"} & set(given):
+        print_help(given[0], COMMANDS[given[0]]) if given[0] in COMMANDS else print_commands(COMMANDS)
         return 0
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
         warnings.showwarning = _show_warning
         command: Command | None = None
         try:
-            command = tyro.cli(
-                _AnyCommand,
-                prog="pmlf",
-                description="Differentially private training: DP-SGD, DP-PMLF and their family. "
-                "`pmlf --version` prints the version.",
-                args=argv,
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
-            )
+            command = parsed(argv)
             return command.execute()
         except SystemExit as stop:  # --help, or the parser has printed what it refuses
             return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

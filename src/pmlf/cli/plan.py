@@ -30,9 +30,6 @@ class Planning(Command):
 
     Every number comes from public values: records, model size, batch sizes, epochs, epsilons, and the time of a sample
     on synthetic inputs. No record is read and nothing is spent. `pmlf account` answers one point, this a whole sweep.
-
-    Examples: `pmlf plan --records 50000 --model cnn5`; `pmlf plan --records 4000 --features 20 --model mlp --classes 2
-    --epsilons 1 2`; `pmlf plan --records 50000 --html plan.html`; `pmlf plan --records 1000000 --parameters 25000000`.
     """
 
     records: int = 50_000

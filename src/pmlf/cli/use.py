@@ -27,8 +27,7 @@ class Predict(Command):
     The run's folder holds all that is needed: weights, preprocessing, names of the classes. The result is a CSV with
     one line per input: the prediction, its probability, and the probability of every class.
 
-    Examples: `pmlf predict runs/pets cat.jpg photos/`; `pmlf predict runs/reviews new.csv --out predictions.csv`;
-    `pmlf predict runs/reviews --text "what a film"`. Predictions cost no privacy: they depend on the released model.
+    Predictions cost no privacy: they depend on the released model.
     """
 
     run: _RunFolder
@@ -73,9 +72,6 @@ class Evaluate(Command):
     """Score a trained model on a dataset: the same numbers as at the end of training.
 
     The records of the dataset are read as in training, and get the preprocessing of the run. They are not protected.
-
-    Examples: `pmlf evaluate runs/pets --dataset photos`; `pmlf evaluate runs/adult --dataset new.csv --label-column
-    income`; `pmlf evaluate runs/mnist --dataset mnist --data-dir DATA --split test`.
     """
 
     run: _RunFolder
@@ -127,8 +123,6 @@ class Export(Command):
     onnx: one .onnx file for onnxruntime and others. torch-export: one .pt2 file, which torch.export.load reads. Both
     take pixels (N, C, S, S) as bytes, tokens, or the encoded columns of a table, and give probabilities. hub: a folder
     for the Hugging Face hub with weights, certificate, and a model card that states the privacy guarantee in words.
-
-    Examples: `pmlf export runs/pets`; `pmlf export runs/pets --format onnx --out pets.onnx`.
     """
 
     run: _RunFolder
