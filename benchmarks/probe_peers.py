@@ -1,6 +1,6 @@
 """Private linear models of several libraries on the same embeddings: accuracy and processor time.
 
-pip install --no-deps diffprivlib==0.6.6  # and opacus, of the extra `bench`
+pip install --no-deps diffprivlib==0.6.6 opacus
 python benchmarks/probe_peers.py --model DIR --data-dir DATA --out docs/results/probe-peers.json
 
 Features are SST-2's sentence embeddings by the encoder in DIR, each record scaled to norm 1. Every contender has three
@@ -37,7 +37,7 @@ from pmlf.probe import PrivateProbe
 from pmlf.run.making import make_private
 
 DELTA, HELD_OUT, BATCH_SIZE, EPOCHS = 1e-5, 5000, 2048, 5
-EPSILONS, SEEDS = (1.0, 8.0), (0, 1, 2)
+SEEDS = (0, 1, 2)
 Predict = Callable[[NDArray[Any]], NDArray[Any]]
 Fit = Callable[[NDArray[Any], NDArray[Any], float, float, int], Predict]
 
@@ -120,10 +120,10 @@ def _predicted(model: torch.nn.Module, X: NDArray[Any]) -> NDArray[Any]:
 
 
 CONTENDERS: dict[str, tuple[Fit, tuple[float, float, float]]] = {
-    "PrivateProbe": (probe, (0.5, 1.0, 2.0)),
-    "pmlf, DP-SGD on a linear layer": (engine, (2.0, 8.0, 32.0)),
-    "Opacus, DP-SGD on a linear layer": (opacus, (2.0, 8.0, 32.0)),
-    "diffprivlib, LogisticRegression": (diffprivlib, (0.1, 1.0, 10.0)),
+    "pmlf-probe": (probe, (0.5, 1.0, 2.0)),
+    "pmlf-dpsgd": (engine, (2.0, 8.0, 32.0)),
+    "opacus-dpsgd": (opacus, (2.0, 8.0, 32.0)),
+    "diffprivlib-logistic": (diffprivlib, (0.1, 1.0, 10.0)),
 }
 
 
@@ -131,6 +131,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--epsilons", type=float, nargs="+", default=[1.0, 8.0])
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     given = PretrainedOptions(prior="sentence-embedding")
@@ -146,8 +148,9 @@ def main() -> None:
     }
     if arguments.out.exists():
         document = json.loads(arguments.out.read_text())
-    for name, (fit, settings) in CONTENDERS.items():
-        for epsilon in EPSILONS:
+    for name in arguments.contenders:
+        fit, settings = CONTENDERS[name]
+        for epsilon in arguments.epsilons:
             if any(row["contender"] == name and row["epsilon"] == epsilon for row in document["runs"]):
                 continue
             document["runs"].append(
