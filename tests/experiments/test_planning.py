@@ -65,7 +65,8 @@ def test_the_recommendation_is_the_cheapest_that_is_nearly_the_best(sweep: plann
         cheaper = [point for point in same if order(point) < order(each.point)]
         assert all(point.path_over_noise < planning.ENOUGH * best for point in cheaper)
         assert each.method == ("lp-dpsgd" if each.point.noise_in_gradient >= planning.FILTER_FROM else "dpsgd")
-        assert each.reason
+        assert each.noise_shape == "white" and "Noise: white" in each.reason
+        assert ("is possible here" in each.reason) == (8 * each.point.batch_size <= sweep.records)
 
 
 def test_the_time_of_a_sample_is_measured_on_synthetic_inputs() -> None:

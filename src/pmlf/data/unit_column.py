@@ -16,7 +16,7 @@ def unit_column(path: str | Path, column: str, *, split: str = "train") -> list[
 
     Args:
         path: Your own table, a folder with one table per split, or a folder of images whose splits have a metadata.csv.
-        column: The column of the ids. Numbers and texts are both read as texts.
+        column: The column of the ids. Numbers and texts are both read as texts, without spaces around them.
         split: Name of the split.
 
     Raises:
@@ -26,8 +26,8 @@ def unit_column(path: str | Path, column: str, *, split: str = "train") -> list[
     if found is None:
         source, found = own_source(Path(path), split), []
         for table in source.tables(split, {column: "`unit_column`"}):
-            found += [as_text(value) for value in table.column(column).to_pylist()]
-    if not all(value.strip() for value in found):
+            found += [as_text(value).strip() for value in table.column(column).to_pylist()]
+    if not all(found):
         raise ValueError(
             f"a record of {Path(path).name!r} has no {column!r}: a record of nobody cannot be protected with its unit, "
             "so give it an id of its own or remove it"
@@ -50,4 +50,4 @@ def _of_images(metadata: Path, column: str) -> list[str] | None:
         if column not in there:
             only = ", ".join(map(repr, there))
             raise ValueError(f"{str(metadata)!r} has no column {column!r}, only {only}: give one as `unit_column`")
-        return [row[column] or "" for row in rows]
+        return [(row[column] or "").strip() for row in rows]

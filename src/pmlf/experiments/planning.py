@@ -64,6 +64,7 @@ class Recommendation:
 
     point: PlannedPoint
     method: str
+    noise_shape: str
     reason: str
 
 
@@ -140,7 +141,8 @@ def plan(
         seconds_per_sample=seconds,
         points=points,
         recommendations=tuple(
-            recommended([point for point in points if point.target_epsilon == epsilon]) for epsilon in sorted(epsilons)
+            recommended([point for point in points if point.target_epsilon == epsilon], records)
+            for epsilon in sorted(epsilons)
         ),
     )
 
@@ -174,7 +176,7 @@ def _point(
     )
 
 
-def recommended(points: Sequence[PlannedPoint]) -> Recommendation:
+def recommended(points: Sequence[PlannedPoint], records: int) -> Recommendation:
     """The cheapest setting of one epsilon whose ratio of path to noise is nearly the best of the sweep.
 
     Epochs are what costs time, so the fewest epochs come first, then the smallest batches, which take more steps. A
@@ -190,12 +192,25 @@ def recommended(points: Sequence[PlannedPoint]) -> Recommendation:
     return Recommendation(
         point=chosen,
         method=method,
+        noise_shape="white",
         reason=(
             f"More epochs or larger batches raise the path of the parameters over their noise by at most {gain:.0%}, "
             "because the noise multiplier then grows nearly as fast as the steps gain. "
             + noise
-            + ("a low-pass filter, which costs no time, is worth it." if filtered else "DP-SGD needs no filter.")
+            + ("a low-pass filter, which costs no time, is worth it. " if filtered else "DP-SGD needs no filter. ")
+            + _shape_in_words(records, chosen.batch_size)
         ),
+    )
+
+
+def _shape_in_words(records: int, batch_size: int) -> str:
+    """Why the noise is white, and whether it could be shaped: batches come from as many groups as there are bands."""
+    bands = methods.lp_dpsgd_shaped().noise.bands
+    if bands * batch_size > records:
+        return f"Noise: white; {bands} bands of shaped noise would need {bands} times the batch size as records."
+    return (
+        "Noise: white. Shaped noise (method lp-dpsgd-shaped) is possible here; it gained up to 1.3 points on a linear "
+        "model at epsilon 8, and no gain is recorded for networks."
     )
 
 
