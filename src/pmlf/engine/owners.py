@@ -42,20 +42,31 @@ class Owners:
         return max(self.counts)
 
     @cached_property
-    def _places(self) -> tuple[Tensor, Tensor]:
-        """The unit of every record, and the record's place in it."""
+    def _units(self) -> Tensor:
+        """The unit of every record."""
+        return torch.repeat_interleave(torch.arange(self.units), torch.tensor(self.counts))
+
+    @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        """Where each record goes among `most` rows for every unit, and the rows that are left over."""
         counts = torch.tensor(self.counts)
-        units = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        return units, torch.arange(len(units)) - (counts.cumsum(0) - counts)[units]
+        places = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts)[self._units]
+        taken = self._units * self.most + places
+        left_over = torch.ones(self.units * self.most, dtype=torch.bool)
+        left_over[taken] = False
+        return taken, left_over.nonzero().flatten()
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """(records, ...) as (units, most, ...), filled up with zeros where a unit has fewer."""
+        """(records, ...) as (units, most, ...), zeros where a unit has fewer records, in the same order of memory."""
         if min(self.counts) == self.most:
             return tensor.unflatten(0, (self.units, self.most))
-        unit, place = (each.to(tensor.device) for each in self._places)
-        found = tensor.new_zeros(self.units, self.most, *tensor.shape[1:])
-        found[unit, place] = tensor
-        return found
+        taken, left_over = (each.to(tensor.device) for each in self._rows)
+        last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        order = torch.channels_last if last else torch.contiguous_format
+        shape = (self.units * self.most, *tensor.shape[1:])
+        found = torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=order)
+        found.index_copy_(0, taken, tensor).index_fill_(0, left_over, 0)
+        return found.unflatten(0, (self.units, self.most))
 
     def together(self, contribution: Factors | Tensor) -> Factors | Tensor:
         """What the records of a pass say about a parameter, added up by unit."""
@@ -66,7 +77,7 @@ class Owners:
         if min(self.counts) == self.most:
             return full_precision(contribution).unflatten(0, (self.units, self.most)).sum(1)
         rows = full_precision(contribution)
-        return rows.new_zeros(self.units, *rows.shape[1:]).index_add_(0, self._places[0].to(rows.device), rows)
+        return rows.new_zeros(self.units, *rows.shape[1:]).index_add_(0, self._units.to(rows.device), rows)
 
 
 @singledispatch
