@@ -10,6 +10,7 @@ from pmlf.basics.batches import Signature, batch_size, select, signature
 from pmlf.checks.comparison import Subject, trained, undisturbed
 from pmlf.checks.finding import ASSUMED, STRUCTURAL, Finding
 from pmlf.checks.validation import check_augmentation, check_losses, check_samples, refuse_unsafe_model
+from pmlf.checks.ways_out import faster_way
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.augmentation import Augmentation
 from pmlf.engine.layers import UnsupportedModel
@@ -70,7 +71,15 @@ class FirstLook:
             refuse_unsafe_model(self._subject.model, self._gradients)
             self._modes = modes
             self.again()
-        choose_capture(self._subject, batch)
+        try:
+            choose_capture(self._subject, batch)
+            return self._by_layers_or_operations(batch, size, modes)
+        except UnsupportedModel as error:
+            if self._gradients != "ghost":
+                raise
+            raise UnsupportedModel(error.reason, faster_way(self._subject, batch)) from error.__cause__
+
+    def _by_layers_or_operations(self, batch: Any, size: int, modes: Modes) -> Rows:
         try:
             return self._looked(batch, size, modes)
         except UnsupportedModel:

@@ -16,6 +16,7 @@ from pmlf.checks.comparison import Subject, clipped_sum, singles, subtract_plain
 from pmlf.checks.finding import Finding
 from pmlf.checks.first_look import choose_capture, proof
 from pmlf.checks.validation import check_samples, modes_to_check, refuse_unsafe_model
+from pmlf.checks.ways_out import faster_way
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.clipper import Clipper
 from pmlf.engine.criteria import per_sample_loss
@@ -55,6 +56,7 @@ class Checked:
     sensitivity: float  # the most that leaving one sample out moved the clipped sum, over the clip norm
     dependence: float  # the most that a sample's norm changed with the others in its batch, relative
     disagreement: float  # the largest difference of a clipped gradient from plain autograd's, relative
+    all_zero: bool  # whether every gradient is exactly zero: then nothing was compared
     layers: tuple[LayerCost, ...]
 
     def __str__(self) -> str:
@@ -72,6 +74,11 @@ class Checked:
             ("", self.independence),
             ("agreement", f"{self.disagreement:.1e}: the largest difference from plain autograd, relative"),
         ]
+        if self.all_zero:
+            zero = (
+                "every gradient is exactly zero on this batch, so nothing was compared: give another batch or weights"
+            )
+            facts.append(("gradients", zero))
         lines = [f"{name:<14}{value}" for name, value in facts]
         total = sum(layer.seconds for layer in self.layers) or 1.0
         rows = [("layer", "type", "rule", "parameters", "time", "share")] + [
@@ -122,14 +129,13 @@ def check(
     if samples == 0:
         raise ValueError("the batch is empty: give at least one sample, better three or more")
     modes = modes_to_check(subject, batch)
-    choose_capture(subject, batch)
     try:
-        independence = _independent(subject, batch)
-    except UnsupportedModel:
-        if gradients != "ghost" or plan.learned.by_operations:
+        choose_capture(subject, batch)
+        independence = _by_layers_or_operations(subject, batch)
+    except UnsupportedModel as error:
+        if gradients != "ghost":
             raise
-        plan.learned.by_operations = True
-        independence = _independent(subject, batch)
+        raise UnsupportedModel(error.reason, faster_way(subject, batch)) from error.__cause__
     found = []
     for training in modes:
         with undisturbed(model, training=training):
@@ -150,6 +156,7 @@ def check(
         sensitivity=max(measured.sensitivity for measured in found),
         dependence=max(measured.dependence for measured in found),
         disagreement=max(measured.disagreement for measured in found),
+        all_zero=all(measured.all_zero for measured in found),
         layers=layers,
     )
 
@@ -176,6 +183,17 @@ def rules_used(model: nn.Module, loss_fn: LossFunction, batch: Any) -> dict[str,
     return {name: found[name] if name in reached else "unreached" for name in plan.parameters}
 
 
+def _by_layers_or_operations(subject: Subject, batch: Any) -> Finding:
+    learned = subject.plan.learned
+    try:
+        return _independent(subject, batch)
+    except UnsupportedModel:
+        if subject.plan.gradients != "ghost" or learned.by_operations:
+            raise
+    learned.by_operations = True
+    return _independent(subject, batch)
+
+
 def _independent(subject: Subject, batch: Any) -> Finding:
     found = proof(subject, batch)
     check_samples(subject, batch, proven=found.proven)
@@ -187,6 +205,7 @@ class _Measured:
     sensitivity: float
     dependence: float
     disagreement: float
+    all_zero: bool
 
 
 def _measure(subject: Subject, batch: Any) -> _Measured:
@@ -211,7 +230,12 @@ def _measure(subject: Subject, batch: Any) -> _Measured:
         dependence = max(dependence, abs(float(together[index]) - norm) / norm)
         if plain > 0.0:
             disagreement = max(disagreement, _norm(list(sums.values())) / min(plain, subject.clip_norm))
-    return _Measured(sensitivity=sensitivity, dependence=dependence, disagreement=disagreement)
+    return _Measured(
+        sensitivity=sensitivity,
+        dependence=dependence,
+        disagreement=disagreement,
+        all_zero=not bool(together.any()),
+    )
 
 
 def _in_double(subject: Subject, batch: Any, training: bool) -> _Measured:

@@ -50,13 +50,13 @@ class Factors(ABC):
 
     @property
     @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Of the sides."""
+    def like(self) -> Tensor:
+        """A tensor with the precision and the device of the sides."""
 
     @property
-    def device(self) -> torch.device:
+    def dtype(self) -> torch.dtype:
         """Of the sides."""
-        return self.sides(slice(0, 1))[1].device
+        return self.like.dtype
 
     @property
     @abstractmethod
@@ -139,13 +139,13 @@ class Factors(ABC):
 
     def of_one(self, sample: int) -> Tensor:
         """One gradient in the parameter's own order, (size,)."""
-        out = self.sides(slice(0, 1))[1].new_empty(1, self.size)
+        out = self.like.new_empty(1, self.size)
         self.form(slice(sample, sample + 1), out, add=False)
         return self.in_own_order(out)[0]
 
     def formed(self) -> Tensor:
         """All gradients in the parameter's own order, (samples, size)."""
-        out = self.sides(slice(0, 1))[1].new_empty(self.samples, self.size)
+        out = self.like.new_empty(self.samples, self.size)
         for chosen in blocks(slice(0, self.samples), 4 * self.side_size, like=out):
             self.form(chosen, out[chosen], add=False)
         return self.in_own_order(out)
@@ -208,8 +208,8 @@ class Outer(Factors):
     right: Tensor
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.right.dtype
+    def like(self) -> Tensor:
+        return self.right
 
     @property
     def gram_operations(self) -> int:
@@ -259,8 +259,8 @@ class Lookup(Factors):
     right: Tensor  # (samples, tokens, cols)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.right.dtype
+    def like(self) -> Tensor:
+        return self.right
 
     @property
     def gram_operations(self) -> int:

@@ -42,8 +42,8 @@ class Workspace:
 
     def buffer(self, name: str, factors: Factors, samples: int) -> Tensor:
         """(samples, size), uninitialised, for the gradients of the parameter `name`."""
-        right = factors.sides(slice(0, 1))[1]
-        return self._kept(name, right.dtype, right.device, samples * factors.size).view(samples, factors.size)
+        like = factors.like
+        return self._kept(name, like.dtype, like.device, samples * factors.size).view(samples, factors.size)
 
     def _kept(self, name: str, dtype: torch.dtype, device: torch.device, needed: int) -> Tensor:
         kept = self._buffers.get(name)
@@ -115,7 +115,7 @@ class ParameterGradient:
             return self._held[chosen]
         self._like, samples = self.factors[0], chosen.stop - chosen.start
         if self._part is None or len(self._part) < samples:
-            self._part = self._like.sides(slice(0, 1))[1].new_empty(samples, self._like.size)
+            self._part = self._like.like.new_empty(samples, self._like.size)
         part = self._part[:samples]
         for block in blocks(chosen, 4 * self._like.side_size, like=part, together=_FORM_BYTES):  # for all uses
             out = part[block.start - chosen.start : block.stop - chosen.start]

@@ -23,13 +23,20 @@ Statistics = tuple[Tensor, Tensor]  # mean and 1 / deviation of every group, (ax
 
 
 class UnsupportedModel(ValueError):
-    """Per-sample gradients cannot be computed layer by layer; each sample as a batch of one has them."""
+    """Per-sample gradients cannot be computed by rules; each sample as a batch of one has them.
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f'{reason}; or give gradients="vmap" (fast, where torch.func takes the model) or gradients="one-by-one" '
-            "(any model, one sample at a time)"
+    Args:
+        reason: What stands in the way, and what to change.
+        way_out: What to give instead, if the model is to stay as it is.
+    """
+
+    def __init__(self, reason: str, way_out: str | None = None) -> None:
+        self.reason = reason
+        way_out = way_out or (
+            'give gradients="vmap" (fast, where torch.func takes the model) or gradients="one-by-one" (any model, one '
+            "sample at a time)"
         )
+        super().__init__(f"{reason}; or {way_out}")
 
 
 class VmapUnsupported(ValueError):

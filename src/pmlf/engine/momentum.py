@@ -265,7 +265,7 @@ class SampleMomentum:
                 slack = _added(slack, wide_numbers(rounding).square())  # not in less, which could lose it
         if squared is None:  # all are formed late
             like = next((gradient.factors[0] for gradient in self._gradients.values() if gradient.factors), None)
-            device = None if like is None else like.device
+            device = None if like is None else like.like.device
             squared = wide_numbers(torch.zeros(self._samples, device=device))
         return squared, None if slack is None else slack.sqrt_()
 

@@ -48,7 +48,7 @@ def _gram_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor]:
     window = windows.pop() if len(windows) == 1 else None
     features = first.rows + first.cols + sum(use.tokens for use in uses)
     norms, spreads = [], []
-    like = first.sides(slice(0, 1))[1]
+    like = first.like
     for chosen in blocks(slice(0, first.samples), 8 * sum(use.gram_size for use in uses), like=like):
         wide = [use.wide(chosen, window) for use in uses]
         squared, spread = [], []
@@ -67,7 +67,7 @@ def _gram_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor]:
 def _formed_norms(uses: Sequence[Factors]) -> tuple[Tensor, Tensor]:
     """(norm^2, spread) by gradients that are formed and dropped."""
     first = uses[0]
-    norms, spreads, like = [], [], first.sides(slice(0, 1))[1]
+    norms, spreads, like = [], [], first.like
     bytes_each = 8 * sum(use.side_size for use in uses) + 4 * first.size
     for chosen in blocks(slice(0, first.samples), bytes_each, like=like):
         gradient = like.new_empty(chosen.stop - chosen.start, first.size)

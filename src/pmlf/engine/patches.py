@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from pmlf.engine.arithmetic import blank, wide_dtype
 from pmlf.engine.factors import Factors, Order, Scratch, Wide, Window
+
+_LARGE_IMAGE = 1024  # pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +30,8 @@ class Patches(Factors):
     padding_mode: str
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.grad.dtype
+    def like(self) -> Tensor:
+        return self.grad
 
     @property
     def form_key(self) -> tuple[Any, ...]:
@@ -66,7 +69,15 @@ class Patches(Factors):
 
     @property
     def form_touches(self) -> int:
-        return 2 * self.size + 2 * self.groups * self.tokens * self.cols  # patches are written out
+        written = 0 if self._as_channels else 2 * self.groups * self.tokens * self.cols  # patches are
+        return 2 * self.size + written
+
+    @property
+    def _as_channels(self) -> bool:
+        """Whether gradients are formed with samples as more channels of one image: for depthwise convolutions, whose
+        patches would be many small matrices, and for large images, whose patches would leave the cache."""
+        depthwise = self.groups > 1 and self.cols == math.prod(self.kernel)
+        return self._windows == 1 and (depthwise or self.tokens >= _LARGE_IMAGE)
 
     @property
     def stored(self) -> int:
@@ -93,10 +104,7 @@ class Patches(Factors):
     def write_clipped_sum(self, scale: Tensor, out: Tensor, *, add: bool, scratch: Scratch) -> None:
         per_row = scale.to(self.grad).repeat_interleave(self._windows)
         scaled = torch.mul(self.grad, per_row.view(-1, *[1] * (self.grad.ndim - 1)), out=scratch(self.grad))
-        dims = len(self.kernel)
-        input, padding = self.input, self.padding[::-2]
-        if self.padding_mode != "constant" or self.padding[::2] != self.padding[1::2]:
-            input, padding = self._padded(self.input), (0,) * dims
+        dims, (input, padding) = len(self.kernel), self._for_backward(self.input)
         gradient = torch.ops.aten.convolution_backward(
             scaled, input, scaled.new_empty(1).expand(out.shape), None, self.stride, padding, self.dilation,
             False, (0,) * dims, self.groups, (False, True, False),
@@ -112,9 +120,32 @@ class Patches(Factors):
         return "channels last"
 
     def form(self, chosen: slice, out: Tensor, *, add: bool) -> None:
+        if self._as_channels:
+            found = self._formed_as_channels(chosen)
+            into = out.view(found.shape)
+            into.add_(found) if add else into.copy_(found)
+            return
         left, right = self.sides(chosen)
         into = out.view(-1, self.rows, self.cols)  # (n * groups, rows, cols)
         torch.baddbmm(into, left.flatten(0, 1).mT, right.flatten(0, 1), beta=1 if add else 0, out=into)
+
+    def _formed_as_channels(self, chosen: slice) -> Tensor:
+        """(n, out, *kernel, in): samples are groups of channels of one image, and no patch is written out."""
+        grad, (input, padding), dims = self.grad[chosen], self._for_backward(self.input[chosen]), len(self.kernel)
+        samples, groups, inside = len(grad), len(grad) * self.groups, input.shape[1] // self.groups
+        weight = grad.new_empty(1).expand(groups * self.rows, inside, *self.kernel)
+        grad, input = (each.reshape(1, -1, *each.shape[2:]) for each in (grad, input))
+        found: Tensor = torch.ops.aten.convolution_backward(
+            grad, input, weight, None, self.stride, padding, self.dilation, False, (0,) * dims, groups,
+            (False, True, False),
+        )[1]  # fmt: skip
+        return found.unflatten(0, (samples, -1)).movedim(2, -1)
+
+    def _for_backward(self, input: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """The input and the padding that `convolution_backward` adds to it: none where it does not know how."""
+        if self.padding_mode != "constant" or self.padding[::2] != self.padding[1::2]:
+            return self._padded(input), (0,) * len(self.kernel)
+        return input, self.padding[::-2]
 
     def arranged(self, flat: Tensor, shape: torch.Size) -> Tensor:
         return flat.view(shape[0], *self.kernel, shape[1]).movedim(-1, 1)
