@@ -9,14 +9,14 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 .PHONY: help demo test quick docs clean
 
 help:
-	@echo "make demo    compare the methods on the small real dataset inside the package"
+	@echo "make demo    compare DPSGD, DP-PMLF and shaped DP-PMLF on the small real dataset inside the package"
 	@echo "make test    lint, check types and import layers, run every test"
 	@echo "make quick   the tests that take less than a few seconds each"
 	@echo "make docs    build the documentation site in site/"
 	@echo "make clean   remove the environment, caches and build products"
 
 demo: .make/runtime
-	$(BIN)/pmlf compare
+	$(BIN)/python benchmarks/demo.py
 
 test: .make/dev
 	$(BIN)/ruff check .

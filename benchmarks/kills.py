@@ -1,10 +1,14 @@
 """A run killed again and again, at every kind of moment, and resumed each time: what is left of its promises?
 
 python benchmarks/kills.py --kills 50 > docs/results/kills.json
+python benchmarks/kills.py --kills 50 --bands 4 > docs/results/kills-shaped.json
 
 With a seed: are the final weights those of the run that nobody killed, bit by bit? Without one: did the ledger ever
 count fewer events than were released, and did epsilon ever pass its target? The kills are SIGKILLs: most are sent by
 the run to itself in the middle of a write, a step or a rename, the others from outside at a random time.
+
+With shaped noise, every process must begin with an empty noise memory. The releases that the ledger has, of all groups,
+are compared with those that happened; its events are those of the group that had most.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import torch
 from pmlf.basics import files
 from pmlf.evidence import ledger
 from pmlf.experiments import runner, tasks
-from pmlf.experiments.spec import RunSpec
+from pmlf.experiments.spec import MethodOptions, RunSpec
 from pmlf.mechanism import accounting
 from pmlf.step import PrivateStep
 
@@ -139,11 +143,14 @@ OUTSIDE = "from outside, at a random time"
 
 
 def witnessed(path: Path) -> None:
-    """A byte in a file for every gradient that was released."""
+    """A byte in a file for every gradient that was released. The first one finds no noise of earlier processes."""
     release = PrivateStep.release
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    first = Countdown(1)
 
     def noted(self: PrivateStep) -> None:
+        if first.is_over() and self._noise.vectors:
+            raise RuntimeError("a process began with noise in its memory")
         release(self)
         os.pwrite(descriptor, b".", os.fstat(descriptor).st_size)
 
@@ -182,7 +189,7 @@ def torture(spec: RunSpec, out: Path, kills: int) -> dict[str, Any]:
         if status != -signal.SIGKILL:
             raise RuntimeError(f"resuming failed after a kill {moment}")
         moments[moment] += 1
-        margins.append(events_of(out) - released_by(out))
+        margins.append(counted_in(out) - released_by(out))
     if attempt(spec, out, None, 1) != 0:
         raise RuntimeError("the run could not be ended")
     result = json.loads((out / "result.json").read_text())
@@ -192,16 +199,18 @@ def torture(spec: RunSpec, out: Path, kills: int) -> dict[str, Any]:
         "steps_planned": result["planned_steps"],
         "steps_of_the_model": result["steps"],
         "gradients_released": released_by(out),
+        "releases_in_the_ledger": counted_in(out),
         "events_in_the_ledger": spent,
-        "least_events_beyond_released": min([*margins, spent - released_by(out)]),
+        "least_events_beyond_released": min([*margins, counted_in(out) - released_by(out)]),
         "epsilon": accounting.epsilon(**vars(event), steps=spent, delta=DELTA),
     }
 
 
-def events_of(out: Path) -> int:
+def counted_in(out: Path) -> int:
+    """How many releases are in the ledger."""
     path = out / "ledger.jsonl"
     begun = path.exists() and b"\n" in path.read_bytes()
-    return sum(ledger.read(path).events.values()) if begun else 0
+    return sum(ledger.read(path).trials.values()) if begun else 0
 
 
 def released_by(out: Path) -> int:
@@ -214,6 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="kills of each run")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--bands", type=int, default=1, help="of the noise; 1 is white")
     given = parser.parse_args()
     random.seed(given.seed)
     torch.set_num_threads(1)  # the children are forked: no thread may run yet
@@ -227,11 +237,12 @@ def main() -> None:
         delta=DELTA,
         ema=0.9,
         seed=7,
+        options=MethodOptions(bands=given.bands),
     )
     rate = BATCH / RECORDS
     torch.optim.SGD(tasks.prepare(spec).model.parameters())  # what is imported and read here, no child has to
     noise = accounting.noise_multiplier(
-        target_epsilon=TARGET_EPSILON, target_delta=DELTA, sample_rate=rate, steps=steps
+        target_epsilon=TARGET_EPSILON, target_delta=DELTA, sample_rate=rate, steps=steps, bands=given.bands
     )
     with tempfile.TemporaryDirectory() as folder:
         whole, seeded, fresh = (Path(folder) / name for name in ("whole", "seeded", "fresh"))
@@ -253,6 +264,7 @@ def main() -> None:
                 "target_epsilon": TARGET_EPSILON,
                 "delta": DELTA,
                 "sample_rate": rate,
+                "bands": given.bands,
                 "noise_multiplier": noise,
                 "checkpoint_every": CHECKPOINT_EVERY,
                 **report,

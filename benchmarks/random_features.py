@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from datasets import load_dataset
 from torch import Tensor
 
 PATCH, STRIDE, FILTERS, CELLS, THRESHOLD = 6, 2, 128, 2, 0.25
@@ -29,6 +28,7 @@ def dead_leaves(count: int, seed: int) -> Tensor:
     images = np.empty((count, 3, 32, 32), dtype=np.float32)
     for image in images:
         base = random.uniform(40, 215)
+        image[:] = base  # what no ellipse covers
         for _ in range(70):
             size = 1.5 * (1 - random.random() * (1 - (1.5 / 14) ** 0.2)) ** (-1 / 0.2)
             angle, aspect = random.uniform(0, np.pi), random.uniform(0.3, 1.0)
@@ -76,6 +76,8 @@ class Features:
 
 
 def main() -> None:
+    from datasets import load_dataset
+
     torch.set_num_threads(1)
     source, target = sys.argv[1], Path(sys.argv[2])
     features, stored = Features(), {}

@@ -6,7 +6,8 @@
 
 Declared before the runs: everything as in `shaped_linear.py` (epsilon 8, 8 bands, its seeds and splits) except for
 torch's Adam with its default decays, and one grid of rates for all methods, which Adam's steps do not multiply by a
-filter's gain. The last iterate and the average are both reported.
+filter's gain. The last iterate and the average are both reported. Filtered methods have their best trial at the lowest
+rate of the grid; lower ones were not run in this setting.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ BATCH, STEPS, CLIP, DELTA, DECAY = 1000, 400, 0.5, 1e-5, 0.99
 EPSILONS = (8.0, 4.0, 2.0)
 GRID = (60.0, 150.0, 400.0, 1000.0)
 HELD_OUT, TUNING_SEEDS, SEEDS = 5000, (1000,), (0, 1, 2, 3, 4)
-WHITE = ("dpsgd", "lp-dpsgd", "inner-outer", "dp-pmlf")
+WHITE: tuple[str, ...] = ("dpsgd", "lp-dpsgd", "inner-outer", "dp-pmlf")
 METRICS = ("last", "average")
 
 

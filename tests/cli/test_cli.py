@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import scipy.stats
 
 import pmlf
 from folders import RUN_FILES
@@ -181,7 +183,13 @@ def test_train_refuses_in_one_line(call: Call, tmp_path: Path, options: list[str
     refused_in_one_line(call, tmp_path, ["train", *QUICK, *options], said)
 
 
-@pytest.mark.parametrize(("options", "said"), REFUSED_SETTINGS)
+REFUSED_COMPARISONS = [
+    (["--methods", "dpsgd", "dp-pmlf", "--lrs", "1"], "for 2 methods: give one learning rate for each"),
+    (["--seeds", "0"], "--seeds 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED_SETTINGS + REFUSED_COMPARISONS)
 def test_compare_refuses_in_one_line(call: Call, tmp_path: Path, options: list[str], said: str) -> None:
     refused_in_one_line(call, tmp_path, ["compare", *QUICK, *options], said)
 
@@ -339,6 +347,26 @@ def test_compare_prints_a_table(call: Call, tmp_path: Path) -> None:
         and "gain" not in out
         and "picture.svg" in out
     )
+
+
+@pytest.mark.slow
+def test_compare_shows_means_over_seeds_with_intervals_and_paired_gains(call: Call, tmp_path: Path) -> None:
+    quick = [*QUICK, "--noise-multiplier", 1, "--methods", "dpsgd", "lp-dpsgd"]
+    code, out, _ = call("compare", *quick, "--lrs", 1, 2, "--seeds", 2, "--seed", 5, "--out", "four", "--json")
+    document = json.loads(out)
+    assert code == 0 and "Learning rates: dpsgd 1, lp-dpsgd 2." in document["note"]
+    by_seed = {
+        method: [run["test_accuracy"] for run in document["runs"] if run["method"] == method]
+        for method in ("dpsgd", "lp-dpsgd")
+    }
+    assert sorted({run["seed"] for run in document["runs"]}) == [5, 6] and (tmp_path / "four/dpsgd-seed-6").is_dir()
+    first, second = document["methods"]
+    expected = scipy.stats.t.interval(0.95, 1, np.mean(by_seed["dpsgd"]), scipy.stats.sem(by_seed["dpsgd"]))
+    assert first["interval"] == pytest.approx(expected)
+    gains = np.subtract(by_seed["lp-dpsgd"], by_seed["dpsgd"])
+    gain = second["gain_over_dpsgd"]
+    assert gain["mean"] == pytest.approx(gains.mean())
+    assert gain["half_width"] == pytest.approx(scipy.stats.t.ppf(0.975, 1) * scipy.stats.sem(gains))
 
 
 def test_a_picture_that_cannot_be_written_is_refused_first(call: Call, tmp_path: Path) -> None:

@@ -35,13 +35,17 @@ def test_a_reproduction_that_is_killed_and_restarted_ends_with_the_same_results(
 
 
 @pytest.mark.slow
-def test_killed_runs_keep_their_guarantees() -> None:
-    report = output_of("kills.py", "--kills", str(KILLS))
+@pytest.mark.parametrize("bands", [1, 4])
+def test_killed_runs_keep_their_guarantees(bands: int) -> None:
+    kills = KILLS if bands == 1 else 5
+    report = output_of("kills.py", "--kills", str(kills), "--bands", str(bands))
     seeded, fresh = report["seeded"], report["unseeded"]
-    assert len(seeded["kills"]) == len(fresh["kills"]) == KILLS
+    assert sum(seeded["kills"].values()) == sum(fresh["kills"].values()) == kills
     assert seeded["same_bits"]
-    assert seeded["steps_of_the_model"] == seeded["events_in_the_ledger"] == seeded["steps_planned"]
+    assert seeded["steps_of_the_model"] == seeded["releases_in_the_ledger"] == seeded["steps_planned"]
+    assert seeded["events_in_the_ledger"] == -(-seeded["steps_planned"] // bands)
     assert seeded["gradients_released"] > seeded["steps_planned"]  # some were repeated, and counted once
     assert fresh["least_events_beyond_released"] >= 0
-    assert fresh["steps_of_the_model"] < fresh["gradients_released"] <= fresh["events_in_the_ledger"]
+    assert fresh["steps_of_the_model"] < fresh["gradients_released"] <= fresh["releases_in_the_ledger"]
+    assert fresh["releases_in_the_ledger"] <= bands * fresh["events_in_the_ledger"]
     assert fresh["epsilon"] <= report["target_epsilon"]

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from folders import RUN_FILES
-from pmlf import data, models
+from pmlf import data, evaluate, models
 from pmlf.experiments import runner, tasks
 from pmlf.experiments.results import Evaluation, SilentObserver
 from pmlf.experiments.spec import MethodOptions, RunSpec, Setting, comparison, default_delta
@@ -145,7 +145,7 @@ def test_a_run_leaves_a_folder_that_repeats_it(tmp_path: Path) -> None:
     images = data.load()
     model = models.build("linear", in_channels=1, image_size=28, classes=10)
     model.load_state_dict(weights(out))
-    assert training.evaluate(model, images.test, collate_fn=data.collate) == result.test_accuracy
+    assert evaluate(model, images.test, collate_fn=data.collate) == result.test_accuracy
 
 
 def test_an_average_is_evaluated_and_saved_next_to_the_last_iterate(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_an_average_is_evaluated_and_saved_next_to_the_last_iterate(tmp_path: Pa
     assert averaged.keys() == weights(tmp_path / "run").keys()
     model = models.build("linear", in_channels=1, image_size=28, classes=10)
     model.load_state_dict(averaged)
-    assert training.evaluate(model, data.load().test, collate_fn=data.collate) == result.ema_accuracy
+    assert evaluate(model, data.load().test, collate_fn=data.collate) == result.ema_accuracy
 
 
 def test_the_seed_alone_decides_the_weights(tmp_path: Path) -> None:

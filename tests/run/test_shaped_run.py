@@ -32,10 +32,9 @@ def start(seed: int | None = None, steps: int = STEPS, records: int = RECORDS, *
     model = nn.Linear(3, 2)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
-    given = {"target_epsilon": 3.0, "method": methods.dp_pmlf(bands=BANDS)} | more
+    usual = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.5)}
+    given = usual | {"target_epsilon": 3.0, "method": methods.dp_pmlf(bands=BANDS)} | more
     return pmlf.make_private(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
         dataset=TensorDataset(INPUTS[:records], (INPUTS[:records, 0] > 0).long()),
         loss_fn=losses,
         target_delta=1e-4,
@@ -102,6 +101,13 @@ def test_a_ledger_counts_events_by_group(tmp_path: Path) -> None:
         assert run.budget.run_events == 4  # group 2: steps 2, 6, 6 again; group 0: 0, 4, 8, 8 again
     tally = ledgers.read(path)
     assert sum(tally.events.values()) == 4 and sum(tally.trials.values()) == 9 + 4
+
+
+def test_adam_after_shaped_noise_is_allowed_and_warned_of() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.warns(UserWarning, match="Adam after shaped noise"):
+        run = go(start(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.01)))
+    assert run.steps_done == STEPS and run.epsilon() <= 3.0
 
 
 def test_a_ledger_of_white_noise_is_written_as_before(tmp_path: Path) -> None:

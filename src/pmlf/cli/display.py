@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from pmlf.experiments.comparing import MethodResults
 from pmlf.experiments.results import RunResult
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
@@ -97,22 +98,37 @@ def _scores(result: RunResult) -> list[tuple[str, str]]:
     return lines
 
 
-def comparison_table(results: Sequence[RunResult]) -> Table:
+def comparison_table(methods: Sequence[MethodResults]) -> Table:
     """One row per method; the best accuracy is bold."""
+    several = len(methods[0].runs) > 1
     table = Table(box=SIMPLE_HEAD)
     table.add_column("method")
-    for heading in ("epsilon", f"test {results[0].metric}", "time"):
+    gain = [f"gain over {methods[0].method}"] if several else []
+    for heading in ("epsilon", f"test {methods[0].runs[0].metric}", *gain, "time"):
         table.add_column(heading, justify="right")
-    best = max((result.test_accuracy or 0.0 for result in results), default=0.0)
-    for result in results:
+    best = max((each.accuracy or 0.0 for each in methods), default=0.0)
+    for each in methods:
         table.add_row(
-            result.spec.method,
-            f"{result.epsilon:.4g}",
-            result.evaluations[-1].scores[result.split].brief() if result.evaluations else "-",
-            duration(result.seconds),
-            style="bold" if result.test_accuracy == best else None,
+            each.method,
+            f"{each.epsilon:.4g}",
+            _with_interval(each),
+            *([_gain(each.gain_over(methods[0])) if each is not methods[0] else ""] if several else []),
+            duration(each.seconds),
+            style="bold" if each.accuracy == best else None,
         )
     return table
+
+
+def _with_interval(each: MethodResults) -> str:
+    """The mean over seeds with half the width of its interval; one seed's score alone."""
+    if len(each.runs) == 1 or each.accuracy is None or each.interval is None:
+        return each.brief
+    low, high = each.interval
+    return f"{100 * each.accuracy:.1f} ± {50 * (high - low):.1f} %"
+
+
+def _gain(found: tuple[float, float] | None) -> str:
+    return "" if found is None else f"{100 * found[0]:+.1f} ± {100 * found[1]:.1f}"
 
 
 def claims_table(claims: Sequence[Claim]) -> Table:
@@ -254,24 +270,29 @@ def _counted(moves: Sequence[str]) -> str:
     return ", ".join(named) or "unchanged"
 
 
-def plot_accuracy(results: Sequence[RunResult], path: Path) -> None:
-    """Draw test accuracy against epochs, one line per method, into the image file `path`."""
+def plot_accuracy(methods: Sequence[MethodResults], path: Path) -> None:
+    """Draw test accuracy against epochs with its 95 % interval, one line per method, into the image file `path`."""
     # Figure instead of pyplot: no display needed, no global state
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for result in results:
-        epochs = [evaluation.epoch for evaluation in result.evaluations]
-        accuracies = [evaluation.test_accuracy for evaluation in result.evaluations]
-        last = result.evaluations[-1].brief if result.evaluations else "-"
-        axes.plot(epochs, accuracies, marker="o", label=f"{result.spec.method} ({last})")
-    first = results[0]
+    for each in methods:
+        course = each.course()
+        epochs = [epoch for epoch, _, _ in course]
+        label = f"{each.method} ({each.brief})"
+        (drawn,) = axes.plot(epochs, [mean for _, mean, _ in course], marker="o", label=label)
+        known = [(epoch, interval) for epoch, _, interval in course if interval is not None]
+        low, high = ([interval[end] for _, interval in known] for end in (0, 1))
+        axes.fill_between([epoch for epoch, _ in known], low, high, color=drawn.get_color(), alpha=0.15, linewidth=0)
+    first = methods[0].runs[0]
+    seeds = len(methods[0].runs)
+    over = f"mean of {seeds} seeds, 95 % interval of it" if seeds > 1 else "95 % interval over test records"
     axes.set(
         title=f"{first.spec.model} on {first.spec.dataset}, epsilon {first.epsilon:.3g}, delta {first.spec.delta:.3g}",
         xlabel="epoch",
-        ylabel="1 / test perplexity" if first.metric == "perplexity" else f"test {first.metric}",
+        ylabel="1 / test perplexity" if first.metric == "perplexity" else f"test {first.metric}, {over}",
     )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -207,19 +207,3 @@ class SilentObserver:
 
     def evaluated(self, evaluation: Evaluation) -> None:
         pass
-
-
-def comparison_json(results: Sequence[RunResult], out: Path) -> dict[str, Any]:
-    """The content of comparison.json: all results with their evaluations."""
-    return {"runs": [result.to_full_json() for result in results], "note": rate_note(results), "out": str(out)}
-
-
-def rate_note(results: Sequence[RunResult]) -> str:
-    """A note that at a shared learning rate some methods take larger steps."""
-    note = f"All methods share the learning rate {results[0].spec.lr:g}."
-    for result in results:
-        momentum = result.spec.options.outer_momentum
-        if momentum is not None:
-            gain = 1 / (1 - momentum)
-            note += f" The filter of {result.spec.method} has a DC gain of {gain:.3g}, so its steps are larger."
-    return note

@@ -22,11 +22,12 @@ from pmlf.basics.files import write_json
 from pmlf.checks.inspection import Checked, check
 from pmlf.evidence.ledger import Ledger
 from pmlf.experiments import tasks
+from pmlf.experiments.comparing import comparison_json
 from pmlf.experiments.diagnostics import Probe
 from pmlf.experiments.execution import Execution, LossMeter, follow
 from pmlf.experiments.folder import RunFolder, resumed_spec
 from pmlf.experiments.progress import RunProgress
-from pmlf.experiments.results import RunObserver, RunResult, SilentObserver, comparison_json
+from pmlf.experiments.results import RunObserver, RunResult, SilentObserver
 from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.tasks import Task
 from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
@@ -133,10 +134,12 @@ def compare(
     show_sensitive: bool = False,
     checkpoint_every: int | None = None,
 ) -> tuple[RunResult, ...]:
-    """Run one spec after another and write comparison.json. Each run gets a folder in `out`, named after its method.
+    """Run one spec after another and write comparison.json.
+
+    Each run gets a folder in `out`, named after its method, and its seed if there are several.
 
     Args:
-        specs: The runs, one per method.
+        specs: The runs, one per method and seed.
         out: Folder for the results. It must not exist.
         data_dir: As in `run`, and so are the other arguments.
 
@@ -147,9 +150,10 @@ def compare(
     for spec in specs:
         spec.build_method()  # find an error in the last method before the first one trains
     results: list[RunResult] = []
+    seeds = len({spec.seed for spec in specs})
     try:
         for spec in specs:
-            folder = out / spec.method
+            folder = out / (spec.method if seeds == 1 else f"{spec.method}-seed-{spec.seed}")
             result = run(
                 spec,
                 folder,

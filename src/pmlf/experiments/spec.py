@@ -294,28 +294,40 @@ class RunSpec(Setting):
 GROUPS: dict[str, type] = {"options": MethodOptions, "own": OwnData, "pretrained": PretrainedOptions}
 
 
-def comparison(setting: Setting, methods: Sequence[str]) -> list[RunSpec]:
-    """One run per method. Each gets those of the setting's method options that it takes.
+def comparison(setting: Setting, methods: Sequence[str], *, lrs: Sequence[float] = (), seeds: int = 1) -> list[RunSpec]:
+    """One run per seed and method. Each gets those of the setting's method options that it takes.
+
+    Args:
+        setting: What all runs have in common.
+        methods: The methods.
+        lrs: The learning rate of each method; none for that of the setting.
+        seeds: The number of seeds, counted from the setting's.
 
     Raises:
-        ValueError: If a method is given twice, or an option is not one of any method.
+        ValueError: If a method is given twice, an option is not one of any method, or lrs or seeds do not fit.
 
     >>> [spec.method for spec in comparison(Setting(seed=0), ["dpsgd", "dp-pmlf"])]
     ['dpsgd', 'dp-pmlf']
     """
     if not methods or len(set(methods)) < len(methods):
         raise ValueError(f"methods={' '.join(methods)!r} is not a list of different methods: give each method once")
+    if lrs and len(lrs) != len(methods):
+        raise ValueError(f"lrs={' '.join(map(str, lrs))!r} for {len(methods)} methods: give one learning rate for each")
+    if seeds < 1 or (seeds > 1 and setting.seed is None):
+        raise ValueError(f"seeds={seeds} counted from seed={setting.seed}: give 1 or more, and a first seed")
     takes = {method: {_option(method, name) for name in _accepted(method)} for method in methods}
     given = {name: value for name, value in vars(setting.options).items() if value is not None}
     for name in given:
         if not any(name in options for options in takes.values()):
             raise ValueError(f"`{name}` is not an option of {', '.join(methods)}: leave it out")
 
-    def spec(method: str) -> RunSpec:
+    def spec(place: int, number: int) -> RunSpec:
+        method, seed = methods[place], None if setting.seed is None else setting.seed + number
         options = MethodOptions(**{name: value for name, value in given.items() if name in takes[method]})
-        return RunSpec(**{**vars(setting), "method": method, "options": options})
+        own = {"method": method, "options": options, "lr": lrs[place] if lrs else setting.lr, "seed": seed}
+        return RunSpec(**{**vars(setting), **own})
 
-    return [spec(method) for method in methods]
+    return [spec(place, number) for number in range(seeds) for place in range(len(methods))]
 
 
 def default_delta(records: int) -> float:

@@ -183,7 +183,7 @@ def make_private(
     event = Event(noise_multiplier=z, sample_rate=accounting.cyclic(rate, planned, bands)[0], overflow=cut)
     plan = PrivacyPlan(event=event, steps=planned, delta=delta, target_epsilon=epsilon, bands=bands, unit=unit)
     randomness = _randomness(seed)
-    _check_optimizer(model, optimizer)
+    _check_optimizer(model, optimizer, method)
     epoch_count = Epochs(records=records, batch_size=batch_size, steps=planned).count
     interval = checked_interval(scheduler, scheduler_interval, optimizer, steps=planned, epochs=epoch_count)
     processes.require_same(facts_of_plan(plan, optimizer, scheduler, ema, max_physical_batch_size))
@@ -336,7 +336,13 @@ def _randomness(seed: int | None) -> Randomness:
     return SeededRandomness(seed)
 
 
-def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+def _check_optimizer(model: nn.Module, optimizer: Optimizer, method: Method) -> None:
+    if method.noise.bands > 1 and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        warnings.warn(
+            f"{type(optimizer).__name__} after shaped noise: it is private, but with a linear model at epsilon 8 "
+            "it was 8 to 17 points less accurate than SGD: Adam divides the filtered gradient by its size. Use SGD",
+            stacklevel=4,
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS evaluates a closure several times in a step, which is not accounted for: use SGD or Adam"
