@@ -1,6 +1,6 @@
 """Private linear models of several libraries on the same embeddings: accuracy and processor time.
 
-pip install --no-deps diffprivlib==0.6.6 opacus
+pip install --no-deps opacus==1.6.0 diffprivlib==0.6.6  # diffprivlib imports beside scikit-learn 1.6.1, not 1.9
 python benchmarks/probe_peers.py --model DIR --data-dir DATA --out docs/results/probe-peers.json
 
 Features are SST-2's sentence embeddings by the encoder in DIR, each record scaled to norm 1. Every contender has three
