@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from pmlf.checks.comparison import Subject
 from pmlf.checks.watch import PointPass, Watch
@@ -14,7 +16,13 @@ from pmlf.engine.momentum import SampleMomentum
 from pmlf.engine.owners import MicroBatch, Owners
 from pmlf.engine.passes import Pass, Rows
 from pmlf.mechanism.noise import Randomness, keyed_uniforms, torch_seeded
-from pmlf.mechanism.points import History, Point
+from pmlf.mechanism.points import Point
+
+
+class Iterates(Protocol):
+    """Where the parameters of an evaluation point come from."""
+
+    def evaluate(self, point: Point, current: Sequence[Tensor]) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class PointPasses:
     watch: Watch | None
 
     def add_to(
-        self, momentum: SampleMomentum, piece: Piece, points: Sequence[Point], anatomy: Anatomy, history: History
+        self, momentum: SampleMomentum, piece: Piece, points: Sequence[Point], anatomy: Anatomy, history: Iterates
     ) -> SampleMomentum:
         """v of every sample += its gradients at the points, weighted."""
         names, plan, proven = self.subject.plan.parameters, self.subject.plan, piece.rows == "their own"

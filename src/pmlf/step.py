@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pmlf.accumulation import Accumulation
 from pmlf.basics.arguments import require_count
-from pmlf.basics.batches import batch_size
-from pmlf.checks.caches import made_from_synthetic_inputs, with_constants_made
+from pmlf.checks.caches import with_constants_made
 from pmlf.checks.comparison import Subject
 from pmlf.checks.finding import Finding
 from pmlf.checks.first_look import FirstLook
@@ -28,24 +28,25 @@ from pmlf.engine.augmentation import Augmentation
 from pmlf.engine.clipper import ClippedSum, Clipper
 from pmlf.engine.criteria import per_sample_loss
 from pmlf.engine.fingerprint import Fingerprint, fingerprint, refuse_other_iterate, refuse_written
-from pmlf.engine.momentum import Clipping, SampleMomentum
-from pmlf.engine.owners import MicroBatch, averaged, each_a_unit, groups, on_records
+from pmlf.engine.momentum import Clipping
+from pmlf.engine.owners import MicroBatch, averaged, each_a_unit, on_records
 from pmlf.engine.passes import LossFunction
 from pmlf.engine.pending import PendingSum
 from pmlf.engine.plan import Gradients, Plan, require_known
 from pmlf.engine.questions import Questions
 from pmlf.engine.strategy import Strategy
-from pmlf.engine.swap import ModelWritten
 from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
 from pmlf.mechanism.filters import FilterMemory
 from pmlf.mechanism.noise import Randomness, randomness_from
 from pmlf.mechanism.noise_memory import NoiseMemory
 from pmlf.mechanism.points import History
+from pmlf.mechanism.sampling import LogicalBatch
 from pmlf.methods import Method, resolve
 from pmlf.parallel.agreement import Agreement, facts_of
 from pmlf.parallel.processes import Group, Processes, joined
+from pmlf.parallel.shards import ParameterShards, held_by
 from pmlf.parallel.summing import Part
-from pmlf.point_passes import Piece, PointPasses
+from pmlf.point_passes import PointPasses
 from pmlf.settings import StepSettings
 
 
@@ -107,7 +108,10 @@ class PrivateStep:
     ) -> None:
         self._processes = joined(group, "PrivateStep")
         require_known(gradients)
-        refuse_unsafe_model(model, gradients)
+        self._holding = held_by(model, self._processes, gradients)
+        with self._holding.lent():
+            refuse_unsafe_model(model, gradients)
+            self._plan = Plan.of(model, gradients)
         loss_fn = per_sample_loss(loss_fn)
         if not isinstance(assume_independent_samples, bool):
             raise ValueError(f"assume_independent_samples={assume_independent_samples!r} is neither True nor False")
@@ -129,7 +133,7 @@ class PrivateStep:
         if self._settings.without_noise:
             warnings.warn("noise_multiplier=0: no noise is added and nothing is private", stacklevel=2)
         self._randomness = randomness_from(generator)
-        self._plan, points = Plan.of(model, gradients), self._settings.method.points
+        points = self._settings.method.points
         self._subject = Subject(
             model=model,
             plan=self._plan,
@@ -146,13 +150,11 @@ class PrivateStep:
             strategy=strategy,
         )
         self._clip_norm = self._settings.clip_norms()
-        self._history = History(points.depth)
+        self._history, self._filter = History(points.depth), FilterMemory(self._settings.method.low_pass)
         self._noise = NoiseMemory(self._settings.method.noise, self._randomness)
-        self._filter = FilterMemory(self._settings.method.low_pass)
-        self._releases = 0
+        self._releases, self._torn = 0, False
         self._pending: PendingSum | None = None
-        self._torn = False
-        self._agreement = Agreement(self._processes, model, self._forget)
+        self._agreement = Agreement(self._processes, self._holding.iterate, self._forget)
         self._first_look = FirstLook(self._subject, gradients, augmentation, assumed=assume_independent_samples)
         watches = gradients == "ghost" and not assume_independent_samples
         self._passes = PointPasses(
@@ -161,6 +163,8 @@ class PrivateStep:
             augmentation=augmentation,
             watch=Watch(self._subject, self._randomness, expected_batch_size) if watches else None,
         )
+        stages = self._subject, self._clipper, self._first_look, self._passes
+        self._accumulation = Accumulation(*stages, self._settings, self._processes)
         self._processes.require_same(self._facts(gradients))
 
     @property
@@ -181,6 +185,10 @@ class PrivateStep:
     def processes(self) -> Processes:
         """The processes that share every step."""
         return self._processes
+
+    @property
+    def sharded(self) -> bool:
+        return isinstance(self._holding, ParameterShards)  # each rank holds a part of the parameters
 
     @property
     def noise_source(self) -> str:
@@ -216,10 +224,18 @@ class PrivateStep:
 
         `samples` numbers the samples for augmentation; by default they are counted through the logical batch. `units`
         has the id of each record's unit, for a step of units: all records of a unit are in one micro-batch. With a
-        group, an error discards the step on every rank.
+        group, an error discards the step on every rank. With `fully_shard`, all ranks call it equally often.
         """
         with self._agreement.told(self._releases):
-            self._accumulate(micro_batch, samples, units)
+            if not isinstance(self._holding, ParameterShards):
+                self._accumulate(micro_batch, samples, units)
+                return
+            self._in_round(self._holding, micro_batch, samples, units)
+        self._agreement.reach_again(self._releases)
+
+    def in_rounds(self, batch: LogicalBatch) -> Iterator[tuple[Tensor | None, Any]]:
+        """(numbers of samples, micro-batch) of a logical batch; empty ones where other ranks have more of them."""
+        return self._holding.rounds(batch)
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
@@ -234,55 +250,36 @@ class PrivateStep:
     def _accumulate(self, micro_batch: Any, samples: Tensor | None, units: Any) -> None:
         self._refuse_torn()
         anatomy, questions = Anatomy(self.model), Questions()
-        named, iterate = self._unchanged(anatomy, questions)
-        size = batch_size(micro_batch)
+        _, iterate = self._unchanged(anatomy, questions)
         pending = self._pending or PendingSum(fingerprint=iterate)
-        if size == 0:
+        given = self._accumulation.numbered(pending, micro_batch, samples, units)
+        if given is None:
             questions.answer()
             self._pending = pending
             return
-        if samples is None and self._passes.augmentation is not None:
-            samples = pending.numbers(size, self._processes.rank, self._processes.size)
-        given = MicroBatch(micro_batch, size, samples).owned(units, of_units=self._settings.units)
-        given = given.on(named[self._plan.parameters[0]].device)
-        pending.refuse_again(given.units)
         try:
-            try:
-                total = self._added(anatomy, pending, given, questions)
-            except ModelWritten:
-                if not made_from_synthetic_inputs(self._subject, given.batch):
-                    raise
-                total = self._added(Anatomy(self.model), pending, given, Questions())
+            self._pending = self._accumulation.added(anatomy, pending, given, self._releases, self._history, questions)
         except BaseException:
             self._pending, kept = None, self._pending
             refuse_written(anatomy.parameters, iterate)
             self._pending = kept
             raise
-        self._pending = pending.followed(total, given.size, given.units)
+
+    def _in_round(self, shards: ParameterShards, micro_batch: Any, samples: Tensor | None, units: Any) -> None:
+        """One round of all ranks, of which each holds a part of the parameters; one may have no samples."""
+        pending = self._pending or PendingSum(fingerprint=fingerprint(map(shards.own, self.model.parameters())))
+
+        def given() -> MicroBatch | None:
+            self._refuse_torn()
+            self._unchanged(Anatomy(self.model), asked := Questions())
+            asked.answer()
+            return self._accumulation.numbered(pending, micro_batch, samples, units)
+
+        self._pending = self._accumulation.added_to_shards(pending, given, self._releases, self._history, shards)
 
     def sensitive_sum(self) -> ClippedSum | None:
         """The pending sum before noise, None of no samples. For tests and audits: it must not be shown or kept."""
         return None if self._pending is None else self._pending.total
-
-    def _added(self, anatomy: Anatomy, pending: PendingSum, given: MicroBatch, asked: Questions) -> ClippedSum:
-        """The pending sum and a micro-batch's clipped momenta, beside it: the pending one stays as it is. Whether all
-        was in order is asked on the way, and answered before anything is added up."""
-        rows = self._first_look.at(given.batch, given.size, anatomy.modes)
-        number = pending.micro_batches * self._processes.size + self._processes.rank  # among all ranks' micro-batches
-        points = self._settings.method.points.at(self._releases)
-
-        def momenta() -> Iterator[SampleMomentum]:
-            for group in groups(self._plan, given.size, given.counts):
-                momentum = self._clipper.momentum(group.samples, len(points), asked)
-                for part, owners in group.passes:
-                    piece = Piece(given.part(part), part, owners, step=self._releases, number=number, rows=rows)
-                    self._passes.add_to(momentum, piece, points, anatomy, self._history)
-                    if part.stop == given.size:  # no code of the user runs after this
-                        pending.refuse_written(anatomy.parameters, asked)
-                yield momentum
-
-        trained = {name: anatomy.parameters[name] for name in self._plan.parameters}
-        return self._clipper.add(momenta(), pending.total, trained)[0]
 
     def release(self) -> None:
         """Add noise, divide by the expected batch size, filter, and leave the result in `p.grad`; forget the sum."""
@@ -291,11 +288,11 @@ class PrivateStep:
         anatomy, asked = Anatomy(self.model), Questions()
         named, _ = self._unchanged(anatomy, asked)
         asked.answer()
-        parameters = list(named.values())
+        parameters = [self._holding.own(parameter) for parameter in named.values()]
         total = self.sensitive_sum()
         self._torn = True
         if total is None:  # an empty batch is a step like any other
-            total = self._clipper.nothing(named)
+            total = self._clipper.nothing(dict(zip(named, parameters, strict=True)))
         values = [total.values[name] for name in self._plan.parameters]
         noise, hardened = self._randomness.stream("noise", self._releases), self._settings.secure_noise
         std = self._settings.sum_multiplier * total.sensitivity
@@ -306,7 +303,7 @@ class PrivateStep:
                 noise.add_gaussian_(value, std, hardened=hardened)
 
         if self._settings.cycle == 1:
-            self._processes.add_up(values, add_noise, hardened=hardened)
+            self._holding.add_up(values, add_noise, hardened=hardened)
         else:
             self._noise.add_(values, std, release=self._releases, hardened=hardened)
         values = [
@@ -316,8 +313,8 @@ class PrivateStep:
         filtered = self._filter.apply(values, scale=1 / self._settings.expected_batch_size)
         for parameter in anatomy.parameters.values():
             parameter.grad = None  # also of frozen ones: what an optimizer finds there was never made private
-        for parameter, value in zip(parameters, filtered, strict=True):
-            parameter.grad = value.to(parameter.dtype)
+        for parameter, value in zip(named.values(), filtered, strict=True):
+            parameter.grad = self._holding.as_gradient(value.to(parameter.dtype), parameter)
         self._clipper.clip_norm = self._clip_norm.after(total.within, self._randomness, self._releases)
         self._clipper.give_away(total)  # to the filter or p.grad: no later sum is written where somebody can see it
         self._pending = None
@@ -353,7 +350,7 @@ class PrivateStep:
             raise ValueError(f"the state is of method {state['method']!r}, this step runs {name!r}")
         require_count("releases", state["releases"], "it counts the releases of the state", least=0)
         history = History(self._settings.method.points.depth)
-        history.load_state_dict(state["history"], like=self.trained)
+        history.load_state_dict(state["history"], like=[self._holding.own(p) for p in self.trained])
         memory = FilterMemory(self._settings.method.low_pass)
         memory.load_state_dict(state["filter"])
         self._clipper.clip_norm = self._clip_norm.load_state_dict(state)
@@ -370,7 +367,8 @@ class PrivateStep:
         """Refuse a `batch_of` some indices by which records change each other's gradients, by padding or otherwise."""
         batch_of = each_a_unit(batch_of) if self._settings.units else batch_of
         checked = partial(check_collation, self._subject, indices, batch_of)
-        with_constants_made(self._subject, lambda: batch_of(list(indices[:1])), checked)
+        with self._holding.lent():
+            with_constants_made(self._subject, lambda: batch_of(list(indices[:1])), checked)
 
     def check_again(self) -> None:
         """Check the next samples as the first ones: those so far were synthetic."""
@@ -383,8 +381,10 @@ class PrivateStep:
     def _facts(self, gradients: Gradients) -> dict[str, str]:
         """What all ranks must have in common."""
         randomness, augmented = self._randomness, self._passes.augmentation is not None
+        with self._holding.lent():
+            of_model = facts_of(self.model)
         return {
-            **facts_of(self.model),
+            **of_model,
             "setting of the step": f"{self._settings} {gradients} augmented: {augmented}, watched: {self.watched}",
             "seed": str(randomness.seed_for("identity") if randomness.reproducible else None),
         }
@@ -393,7 +393,7 @@ class PrivateStep:
         """The trainable parameters by name, and the fingerprint of all; refused if they are others than at the start,
         or, when the questions are answered, than the pending sum's."""
         named = self._plan.unchanged(anatomy.parameters)
-        iterate = fingerprint(anatomy.parameters.values())
+        iterate = fingerprint(map(self._holding.own, anatomy.parameters.values()))
         if self._pending is not None:
             refuse_other_iterate(self._pending.fingerprint, iterate, questions)
         return named, iterate

@@ -65,8 +65,8 @@ def _unsafe(module: nn.Module) -> str | None:
         return "is sharded by FSDP, where a sample's gradient cannot be seen: give the model as it was before"
     if "FSDPModule" in kinds:
         return (
-            "is sharded by fully_shard, where each rank holds a part of every parameter: give the model as it was "
-            "before; a process group shares its steps, and every rank holds all of it"
+            "is sharded by fully_shard, where each rank holds a part of every parameter: `pmlf.make_private` trains it "
+            "with its process group; everything else takes the model as it was before"
         )
     for name, parameter in module._parameters.items():
         if type(parameter).__name__ == "DTensor":

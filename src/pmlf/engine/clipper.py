@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,17 @@ class Clipper:
             within += sum(counted_within(part, self.clip_norm) for part in norms)
         return ClippedSum(values=into, sensitivity=self.clip_norm, within=within), norms
 
+    def write(
+        self, momentum: SampleMomentum, like: Mapping[str, Tensor], written: Callable[[str, Tensor], None]
+    ) -> None:
+        """Tell `written` the clipped sum of one momentum, parameter by parameter, in memory that is not kept."""
+        momentum.write_clipped_sum(self.clip_norm, self._clipping, None, _Fresh(like), written)
+
+    def nothing_of(self, like: Mapping[str, Tensor]) -> ClippedSum:
+        """The sum of no samples over parts of the parameters, in float64 and in memory of its own."""
+        values = {name: torch.zeros_like(part, dtype=wide_dtype(part)) for name, part in like.items()}
+        return ClippedSum(values=values, sensitivity=self.clip_norm)
+
     def nothing(self, like: Mapping[str, Tensor]) -> ClippedSum:
         """The sum of no samples."""
         values = self._buffers.other_than(None, like)
@@ -139,6 +150,18 @@ class _SumBuffers:
                 return kept
         self._sets.append(_Sums(parameters, self._wide))
         return self._sets[-1]
+
+
+class _Fresh(dict[str, Tensor]):
+    """New memory at every look, at least float32."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._parameters = parameters
+
+    def __missing__(self, name: str) -> Tensor:
+        like = self._parameters[name]
+        return torch.empty(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
 class _Sums(dict[str, Tensor]):

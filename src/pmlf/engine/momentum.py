@@ -129,12 +129,17 @@ class SampleMomentum:
         self._touched.add(name)
 
     def write_clipped_sum(
-        self, clip_norm: float, clipping: Clipping, before: Mapping[str, Tensor] | None, into: Mapping[str, Tensor]
+        self,
+        clip_norm: float,
+        clipping: Clipping,
+        before: Mapping[str, Tensor] | None,
+        into: Mapping[str, Tensor],
+        written: Callable[[str, Tensor], None] | None = None,
     ) -> Tensor:
         """into = before + sum_i clip(v_i); a sample whose v is not finite adds exactly zero, per layer if so clipped.
 
         A sample whose tokens cancel so far that rounding is a part of what it adds is formed and added by itself: in
-        one product with the others its rounding would follow from who they are.
+        one product with the others its rounding would follow from who they are. `written` is told of each parameter.
 
         Returns |v| of every sample over all trainable parameters, never understated; not finite where v is not.
         """
@@ -149,7 +154,10 @@ class SampleMomentum:
                 clipped = self._finished(each) if fine else self._taken_with_care(each, names, bound, clipping)
                 norms.append(clipped[0])
                 for name in names:
-                    self._write(name, *clipped[1:], None if before is None else before[name], into[name])
+                    out = into[name]
+                    self._write(name, *clipped[1:], None if before is None else before[name], out)
+                    if written is not None:
+                        written(name, out)
         return norms[0] if len(norms) == 1 else torch.stack(norms).square_().sum(0).sqrt_()
 
     def _write(self, name: str, scale: Tensor, refused: Tensor | None, before: Tensor | None, out: Tensor) -> None:

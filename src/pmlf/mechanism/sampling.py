@@ -41,6 +41,11 @@ class LogicalBatch:
         """Whether it was iterated."""
         return self._used
 
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches that are still to be loaded."""
+        return len(self._chunks)
+
     def __iter__(self) -> Iterator[Any]:
         return (micro_batch for _, micro_batch in self.numbered())
 

@@ -19,12 +19,12 @@ class Agreement:
 
     Args:
         processes: The ranks.
-        model: The model, whose parameters must be the same on all of them.
+        iterate: A number from what must be the same on all of them: the parameters.
         discard: Called on every rank if one has failed.
     """
 
-    def __init__(self, processes: Processes, model: nn.Module, discard: Callable[[], None]) -> None:
-        self._processes, self._model, self._discard = processes, model, discard
+    def __init__(self, processes: Processes, iterate: Callable[[], int], discard: Callable[[], None]) -> None:
+        self._processes, self._iterate, self._discard = processes, iterate, discard
         self._reached_at = -1
 
     def reach(self, step: int, error: BaseException | None = None) -> None:
@@ -33,11 +33,16 @@ class Agreement:
             return
         self._reached_at = -1
         try:
-            self._processes.agree(step, summary(self._model.parameters()), error)
+            self._processes.agree(step, self._iterate(), error)
         except RankFailed:
             self._discard()
             raise
         self._reached_at = step
+
+    def reach_again(self, step: int) -> None:
+        """As `reach`, though it was reached for this step: another round of it is done."""
+        self._reached_at = -1
+        self.reach(step)
 
     @contextmanager
     def told(self, step: int) -> Iterator[None]:

@@ -129,6 +129,28 @@ class ManyProcesses:
         with self._reaching("while sums were added up; the step counts as spent, and nothing of it was released here"):
             sum_with_noise(values, add_noise, hardened=hardened, group=self._group)
 
+    @property
+    def global_ranks(self) -> list[int]:
+        """The ranks of the group in the default process group."""
+        return dist.get_process_group_ranks(self._group)
+
+    def most(self, count: int) -> int:
+        """The largest of the ranks' counts."""
+        found = torch.tensor([count], device=self._device)
+        with self._reaching("while the ranks counted their micro-batches; nothing was released in this step"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return int(found)
+
+    def gather(self, out: Tensor, part: Tensor) -> None:
+        """out = the parts of all ranks, one below the other. Each part has as many rows."""
+        with self._reaching("while parameters were gathered; nothing was released in this step"):
+            dist.all_gather_into_tensor(out, part.contiguous(), group=self._group)
+
+    def reduce_to(self, rank: int, value: Tensor) -> None:
+        """Replace a value on one rank by its sum over the ranks; on the others it has no meaning afterwards."""
+        with self._reaching("while sums were added up; nothing was released in this step"):
+            dist.reduce(value, dst=dist.get_global_rank(self._group, rank), group=self._group)
+
     def require_same(self, facts: Mapping[str, str]) -> None:
         gathered: list[Any] = [None] * self.size
         with self._reaching("while the ranks were compared; nothing was drawn"):

@@ -225,7 +225,7 @@ def make_private(
         largest_batch=largest_batch,
         units=whole,
     )
-    average = None if ema is None else ParameterAverage(ema)
+    average = _average(ema, private_step)
     budget = budget_of(plan, randomness.reproducible, ledger, processes)
     return PrivateRun(private_step, sampler, optimizer, scheduler, average, budget, interval)
 
@@ -362,3 +362,9 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer, method: Method) -> 
             f"parameter {missing[0]!r} is trainable but not in the optimizer: add it to the optimizer, or freeze it by "
             "requires_grad_(False)"
         )
+
+
+def _average(ema: float | None, step: PrivateStep) -> ParameterAverage | None:
+    if ema is not None and step.sharded:
+        raise ValueError(f"ema={ema} needs a copy of the model, and fully_shard has cut it: leave `ema` out")
+    return None if ema is None else ParameterAverage(ema)

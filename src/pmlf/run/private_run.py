@@ -207,8 +207,9 @@ class PrivateRun:
             with self.private_step.agreement():  # every rank has done its part, or all of them raise
                 self._refuse_other(batch)
                 self._due = None
-                for indices, micro_batch in batch.numbered():
-                    units = None if self._sampler.units is None else self._sampler.units.of(indices.numpy())
+                for indices, micro_batch in self.private_step.in_rounds(batch):
+                    owners = None if indices is None else self._sampler.units
+                    units = None if owners is None or indices is None else owners.of(indices.numpy())
                     self.private_step.accumulate(micro_batch, samples=indices, units=units)
             spend(self.budget, batch.step, self.processes)  # on the disk before the release
         except BaseException:

@@ -96,6 +96,11 @@ def measured_size(
     """
     if not isinstance(given, str) or given != "auto":
         return given
+    if step.sharded:
+        raise ValueError(
+            'max_physical_batch_size="auto" measures a step of one process, and fully_shard has cut the model: give a '
+            "number"
+        )
     records_each = 1 if units is None else units.most
     records, expected = len(dataset), step.settings.expected_batch_size
     example = (collate_fn or default_collate)([alone(dataset, index) for index in range(min(EXAMPLES, records))])
