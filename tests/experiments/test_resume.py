@@ -221,7 +221,7 @@ def test_changed_records_are_refused(tmp_path: Path) -> None:
     assert isinstance(records, data.ImageDataset)
     records.images[7, 0, 3, 3] += 1
     try:
-        with pytest.raises(ValueError, match="the training records, or their order, have changed"):
+        with pytest.raises(ValueError, match="the training records, their units or their order have changed"):
             runner.run(SPEC, tmp_path / "run", resume=True)
     finally:
         records.images[7, 0, 3, 3] -= 1
