@@ -7,10 +7,11 @@ records, reaches later samples and `state_dict()`, and has no noise.
 from __future__ import annotations
 
 import copy
+import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -89,7 +90,8 @@ def swapped(anatomy: Anatomy, replacements: Mapping[int, Tensor]) -> Iterator[Sw
     try:
         for holder in holders:
             holder.put(replacements)
-        yield swap
+        with _run_eagerly():
+            yield swap
         with _disable_current_modes():  # what somebody observes is the pass, not this look at it
             for holder in holders:
                 holder.look(swap)
@@ -99,6 +101,12 @@ def swapped(anatomy: Anatomy, replacements: Mapping[int, Tensor]) -> Iterator[Sw
             aside.restore()
             for holder in holders:
                 holder.restore()
+
+
+def _run_eagerly() -> AbstractContextManager[object]:
+    """Compiled functions run as they are written: hooks, modes and other parameters would have them compiled anew at
+    every pass, and what they are compiled to cannot be seen."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _BuffersAside:

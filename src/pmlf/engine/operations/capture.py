@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,7 +93,7 @@ def _passed(one: Pass) -> tuple[Weights, deque[tuple[Use, Tensor, Layout]], int 
     replacements |= {id(buffer): buffer.clone() for buffer in anatomy.buffers.values()}
     weights = Weights(leaves)
     mode = Uses(weights, tensors_of(one.batch), samples, learned.shared, HANDLERS)
-    with no_autocast_cache(), swapped(anatomy, replacements) as swap, functions_entered(), run_eagerly(), mode:
+    with no_autocast_cache(), swapped(anatomy, replacements) as swap, functions_entered(), mode:
         loss = per_sample_loss(one.loss_fn(anatomy.model, one.batch), samples)
         mode.recording = False  # a checkpoint runs its part once more, with the same stand-ins
         if not mode.uses:
@@ -205,8 +204,3 @@ def _refuse_leaks(leaves: Mapping[str, Tensor], grads: tuple[Tensor | None, ...]
                 f"parameter {name!r} reaches the loss by an operation that is not seen (torch.jit, an "
                 "autograd.Function, a reentrant checkpoint, another library's kernel): build it from torch's functions"
             )
-
-
-def run_eagerly() -> AbstractContextManager[object]:
-    """Compiled functions run as they are written: what they are compiled to cannot be seen."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pmlf.basics.batches import tensors_of
 from pmlf.engine.layers import UnsupportedModel
 from pmlf.engine.losses import no_autocast_cache
-from pmlf.engine.operations.capture import HANDLERS, run_eagerly
+from pmlf.engine.operations.capture import HANDLERS
 from pmlf.engine.operations.uses import Uses, functions_entered, tensors_in
 from pmlf.engine.operations.weights import Weights
 from pmlf.engine.passes import Pass
@@ -74,7 +74,7 @@ def _passed(one: Pass, layers: list[nn.Module] | None = None) -> _Looked:
     ]
     handles += [layer.register_forward_hook(leave, always_call=True) for layer in layers or ()]
     try:
-        with no_autocast_cache(), swapped(anatomy, replacements), functions_entered(), run_eagerly(), mode:
+        with no_autocast_cache(), swapped(anatomy, replacements), functions_entered(), mode:
             one.loss_fn(anatomy.model, one.batch)
     finally:
         for handle in handles:
