@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from fuzzing.oracle import judged
-from fuzzing.recipes import drawn
+from fuzzing.recipes import drawn, drawn_with_operations
 from fuzzing.summary import Tally
 from pmlf import machine
 
@@ -35,22 +35,23 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=2000, help="recipes to try")
     parser.add_argument("--seed", type=int, default=0, help="of the recipes")
     parser.add_argument("--only", type=int, help="print the recipe of this index and what comes of it, no others")
+    parser.add_argument("--operations", action="store_true", help="layers that use their weights by operations, too")
     parser.add_argument("--out", type=Path, help="where the results go; printed without it")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.only is not None:
-        recipe = drawn(given.seed, given.only)
+        recipe = (drawn_with_operations if given.operations else drawn)(given.seed, given.only)
         print(json.dumps({"family": recipe.family, "recipe": asdict(recipe)}, indent=2))
         print(json.dumps(asdict(judged(recipe)), indent=2))
         return
-    text = json.dumps(fuzzed(given.models, given.seed), indent=1)
+    text = json.dumps(fuzzed(given.models, given.seed, operations=given.operations), indent=1)
     if given.out is None:
         print(text)
     else:
         given.out.write_text(text + "\n")
 
 
-def fuzzed(models: int, seed: int) -> dict[str, Any]:
+def fuzzed(models: int, seed: int, *, operations: bool = False) -> dict[str, Any]:
     """Results of so many recipes, or of those before Ctrl-C."""
     tally, begin, used = Tally(), time.monotonic(), time.process_time()
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
@@ -58,13 +59,14 @@ def fuzzed(models: int, seed: int) -> dict[str, Any]:
         task = progress.add_task("recipes", total=models)
         try:
             for index in range(models):
-                recipe = drawn(seed, index)
+                recipe = (drawn_with_operations if operations else drawn)(seed, index)
                 tally.add(recipe, judged(recipe))
                 progress.update(task, advance=1, description=f"{tally.holes} holes, {tally.bugs} bugs")
         except KeyboardInterrupt:
             progress.console.print(f"stopped after {tally.models} recipes")
     return {
         "seed": seed,
+        "operations": operations,
         "code": machine.code(),
         **tally.as_dict(),
         "seconds": round(time.monotonic() - begin, 1),

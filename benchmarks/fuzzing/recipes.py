@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 Inputs = Literal["vectors", "sequences", "tokens", "images"]
@@ -17,6 +17,8 @@ LENGTHS: tuple[Lengths, ...] = ("full", "ragged", "short first", "balanced")
 PICKABLE: tuple[Lengths, ...] = LENGTHS + 8 * LENGTHS[-1:]  # mostly balanced
 ROWWISE = ("linear", "mlp", "layer-norm", "rms-norm", "scale", "layer-scale", "shift")
 RANDOM = ("dropout", "functional-dropout", "drop-path")
+OPERATIONS = ("einsum", "heads", "standardised", "experts", "in place", "checkpointed")
+RECURRENT = ("lstm", "gru")  # for rows in the order of their sample
 OF_SEQUENCES = ("attention", "conv", "group-norm", "prompt", "position", "position-embedding")
 BARE = ("layer-scale", "shift", "prompt", "position")  # parameters of shape (1, ...) that no layer owns
 REORDERED: tuple[Rows, ...] = ("sorted by key", "sorted by length", "picked")
@@ -182,6 +184,18 @@ class Recipe(Data):
         if all(block.layer in BARE for block in reordered):
             return "bare parameter with rows in another order"
         return "picked rows" if any(block.rows == "picked" for block in reordered) else "sorted rows"
+
+
+def drawn_with_operations(seed: int, index: int) -> Recipe:
+    """The same recipe as `drawn`, with layers that use their weights by operations in place of some of its own."""
+    recipe, chance = drawn(seed, index), random.Random(f"{seed}/{index}/operations")
+    blocks = []
+    for block in recipe.blocks:
+        free = block.layer not in RANDOM and block.layer not in BARE
+        kinds = (*OPERATIONS, *RECURRENT) if block.rows == "plain" else OPERATIONS
+        layer = chance.choice(kinds) if free and chance.random() < 0.7 else block.layer
+        blocks.append(replace(block, layer=layer))
+    return replace(recipe, blocks=tuple(blocks))
 
 
 def drawn(seed: int, index: int) -> Recipe:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import pmlf
 from fuzzing import data, models, oracle
 from fuzzing.losses import Loss
-from fuzzing.recipes import Recipe, drawn
+from fuzzing.recipes import Recipe, drawn, drawn_with_operations
 from fuzzing.summary import Tally
 
 MODELS, TOGETHER = 100, 25
@@ -42,6 +42,17 @@ def test_no_random_model_breaks_a_promise_and_no_honest_one_is_refused(first: in
     assert tally.models == TOGETHER
     assert not wrong, f"python benchmarks/fuzz.py --only INDEX shows one: {wrong}"
     assert found["false_refusals"] == {}
+
+
+@pytest.mark.slow
+def test_no_random_model_with_weights_in_operations_breaks_a_promise() -> None:
+    wrong = []
+    for index in range(12):
+        recipe = drawn_with_operations(0, index)
+        verdict = oracle.judged(recipe)
+        if verdict.holes or verdict.outcome == "bug" or (recipe.honest and verdict.outcome == "refused"):
+            wrong.append((index, recipe.family, verdict))
+    assert not wrong, f"python benchmarks/fuzz.py --operations --only INDEX shows one: {wrong}"
 
 
 def test_every_recipe_is_a_model_that_runs_without_the_library() -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import pmlf
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.factors import Factors
 from pmlf.engine.layers import UnsupportedModel
@@ -330,3 +331,31 @@ def test_an_error_of_the_users_own_is_shown_as_it_is() -> None:
     model = Bare(lambda m, x: F.linear(x, m.w), w=(3, D + 1))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         taken(model, samples(), N)
+
+
+def test_matrices_that_every_token_chooses_by_number_are_summed_in_the_parameters_own_shape() -> None:
+    """Found by the fuzzer: a lookup in a parameter of three axes could not be written into it."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.Parameter(torch.randn(3, 4, 4))
+
+        def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+            return (x.unsqueeze(-2) @ self.experts[chosen]).square().mean((1, 2, 3))
+
+    torch.manual_seed(0)
+    model, x, chosen = Experts(), torch.randn(5, 6, 4), torch.arange(30).reshape(5, 6) % 3
+    step = pmlf.PrivateStep(
+        model,
+        lambda model, batch: model(*batch),
+        method="dpsgd",
+        clip_norm=1e6,
+        noise_multiplier=1.0,
+        expected_batch_size=5,
+    )
+    step.accumulate((x, chosen))
+    total = step.sensitive_sum()
+    assert total is not None
+    (expected,) = torch.autograd.grad(model(x, chosen).sum(), model.experts)
+    torch.testing.assert_close(total.values["experts"].float(), expected)

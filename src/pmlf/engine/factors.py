@@ -300,7 +300,7 @@ class Lookup(Factors):
         scaled = torch.mul(self.right, scale.to(self.right)[:, None, None], out=scratch(self.right))
         if not add:
             out.zero_()
-        out.index_add_(0, self.index.flatten(), scaled.flatten(0, 1))
+        out.view(self.rows, self.cols).index_add_(0, self.index.flatten(), scaled.flatten(0, 1))
 
     def without(self, refused: Tensor) -> Lookup:
         return replace(self, right=blank(self.right, refused))
