@@ -116,7 +116,8 @@ def test_train_prints_one_json_document(call: Call, tmp_path: Path) -> None:
     assert 1.99 < document["epsilon"] <= 2 and document["delta"] == 1e-5
     assert 0 <= document["test_accuracy"] <= 1
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == RUN_FILES
-    assert err.count("\n") == 1 and "step 2/2" in err
+    progress, hint = err.splitlines()
+    assert "step 2/2" in progress and "--model prior-linear may be more accurate" in hint
 
 
 def test_train_prints_a_summary_and_names_its_folder(call: Call, tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ def advice(result: RunResult) -> str | None:
     epsilon, spec = result.spec.epsilon, result.spec
     if epsilon is None or epsilon > _SMALL_EPSILON or spec.kind != "image" or result.interrupted:
         return None
+    if spec.own.unit_column is not None:  # prior-linear protects records
+        return None
     form = ModelForm.read(result.out)
     images = form.inputs
     if not isinstance(images, data.ImageForm) or not isinstance(form.target, data.Classes) or form.pretrained:
