@@ -44,13 +44,27 @@ def test_variants_of_a_panel_differ_only_in_their_method(profile: str) -> None:
 def test_every_variant_has_the_same_number_of_trials_at_the_same_rates() -> None:
     for cell in (cell for artifact in paper.ARTIFACTS for cell in artifact.cells("cpu")):
         trials = cell.trials()
-        assert [trial.lr for trial in trials] == list(cell.panel.rates)
+        gain = 10.0 if cell.variant.method == "inner-outer" else 1.0
+        assert [trial.lr * gain for trial in trials] == pytest.approx(list(cell.panel.rates))
+        assert all(trial.first_part is None for trial in trials)  # as long as the final runs
         assert {(trial.seed, trial.holdout) for trial in trials} == {(TUNING_SEED, 0.1)}
         assert all(cell.run(seed).holdout is None for seed in range(cell.panel.seeds))
 
 
+@pytest.mark.parametrize("profile", ["paper", "cpu", "smoke"])
+def test_shaped_rows_have_groups_of_at_least_a_batch(profile: str) -> None:
+    found = 0
+    for artifact in paper.ARTIFACTS:
+        for cell in artifact.cells(profile):
+            setting, bands = cell.panel.setting, cell.variant.options.bands
+            if bands is not None:
+                assert bands * setting.batch_size <= (setting.records or paper.RECORDS[setting.dataset])
+                found += 1
+    assert found > 0
+
+
 def test_the_paper_profile_has_the_papers_setting() -> None:
-    cell = paper.artifact("table-1").cells("paper")[-1]
+    cell = [cell for cell in paper.artifact("table-1").cells("paper") if cell.variant.method == "dp-pmlf"][-1]
     spec = cell.run(4, None)
     assert (spec.method, spec.dataset, spec.model, spec.epsilon) == ("dp-pmlf", "cifar100", "vit", 8.0)
     assert (spec.lr, spec.batch_size, spec.clip_norm, spec.delta, spec.epochs) == (0.5, 1000, 1.0, 1 / 50_000, 50)

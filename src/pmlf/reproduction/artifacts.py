@@ -36,7 +36,7 @@ class Panel:
     variants: tuple[Variant, ...]
     seeds: int
     trial_part: float | None  # fraction of a final run's steps in a tuning trial; None for all
-    rates: tuple[float, ...]  # learning rates of the tuned protocol, the same for every variant
+    rates: tuple[float, ...]  # of the tuned protocol, the same for every variant: learning rate times filter's DC gain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,13 @@ class Cell:
         return self._spec(seed=seed, lr=self.panel.setting.lr if rate is None else rate)
 
     def trials(self) -> tuple[RunSpec, ...]:
-        """One run per learning rate, trained without the held-out records and evaluated on them."""
+        """One run per rate, trained without the held-out records and evaluated on them.
+
+        A rate is divided by the DC gain of the variant's filter, so that all variants try steps of the same sizes.
+        """
         spec = self._spec(seed=TUNING_SEED, holdout=HELD_OUT, first_part=self.panel.trial_part)
-        return tuple(replace(spec, lr=rate) for rate in self.panel.rates)
+        gain = spec.build_method().low_pass.dc_gain
+        return tuple(replace(spec, lr=rate / gain) for rate in self.panel.rates)
 
     def _spec(self, **changes: Any) -> RunSpec:
         chosen = {"method": self.variant.method, "options": self.variant.options, "epsilon": self.epsilon}

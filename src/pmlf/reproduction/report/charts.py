@@ -10,7 +10,16 @@ from pmlf.reproduction.report.summary import CellResult, Place, Record, claimed,
 
 ChartPoint = tuple[float, float, float, float]  # x, y, lowest y, highest y
 # a method always has the same colour; other variants take colours in order
-_COLOURS = {"DP-PMLF": 0, "LP-DPSGD": 1, "InnerOuter": 2, "DPSGD": 7, "DP-PMLF (w/o PM)": 1, "DP-PMLF (w/o LF)": 3}
+_SHAPED = "DP-PMLF (shaped noise)"
+_COLOURS = {
+    "DP-PMLF": 0,
+    "LP-DPSGD": 1,
+    "InnerOuter": 2,
+    "DPSGD": 7,
+    "DP-PMLF (w/o PM)": 1,
+    "DP-PMLF (w/o LF)": 3,
+    _SHAPED: 4,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
