@@ -89,7 +89,7 @@ def ways(uses: list[Factors]) -> dict[str, Callable[[], object]]:
 
     def held() -> None:
         gradient = ParameterGradient("weight", workspace)
-        gradient._factors = list(uses)
+        gradient.factors = list(uses)
         for start in range(0, first.samples, slices):
             chosen = slice(start, min(start + slices, first.samples))
             part = gradient.formed(chosen)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kills import Countdown, before, die, events_of
+from kills import Countdown, before, counted_in, die
 from pmlf.engine.clipper import Clipper
 from pmlf.evidence.budget import BudgetGuard
 from pmlf.experiments import runner, tasks
@@ -139,7 +139,7 @@ def torture(spec: RunSpec, out: Path, kills: int) -> dict[str, Any]:
         if not all(said.startswith(LOST) for said in found["said"]):
             raise RuntimeError(f"kill {number} {moment}: the other ranks said {found['said']}")
         released += found["released"]
-        margins.append(events_of(out) - released)
+        margins.append(counted_in(out) - released)
         slowest = max(slowest, found["seconds_until_all_stopped"])
         moments[moment] += 1
         sizes[f"{ranks} processes"] += 1
@@ -154,8 +154,8 @@ def torture(spec: RunSpec, out: Path, kills: int) -> dict[str, Any]:
         "steps": result["steps"],
         "planned_steps": result["planned_steps"],
         "gradients_released": released + last["released"],
-        "events_in_the_ledger": events_of(out),
-        "least_events_beyond_released": min([*margins, events_of(out) - released - last["released"]]),
+        "events_in_the_ledger": counted_in(out),
+        "least_events_beyond_released": min([*margins, counted_in(out) - released - last["released"]]),
         "most_seconds_until_all_stopped": round(slowest, 1),
         "epsilon": result["epsilon"],
     }

@@ -33,8 +33,13 @@ STEPS, BATCH, TOGETHER, TOKENS = 2, 128, 2, 16
 def model_of(name: str) -> Any:
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
-    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
-    base = {"max_position_embeddings": 514, "vocab_size": 50265, "num_labels": 2}
+    small: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+    }
+    base: dict[str, Any] = {"max_position_embeddings": 514, "vocab_size": 50265, "num_labels": 2}
     return RobertaForSequenceClassification(RobertaConfig(**base, **(small if name == "small" else {})))
 
 

@@ -66,7 +66,7 @@ class Experts(Layer):
 
 
 class Recurrent(Layer):
-    def __init__(self, width: int, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, width: int, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
         super().__init__()
         self.inner = kind(width, width, batch_first=True)
 
