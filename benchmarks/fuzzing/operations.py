@@ -72,7 +72,9 @@ class Recurrent(Layer):
 
     def forward(self, rows: Tensor, mask: Tensor | None) -> Tensor:
         found: Tensor = self.inner(rows if rows.ndim == 3 else rows.unsqueeze(1))[0]
-        return found.reshape(rows.shape)
+        # in the samples' order in memory: dropout draws in that order, and a sample more at the end must leave the
+        # others' draws as they are, or the oracle would compare different draws
+        return found.reshape(rows.shape).contiguous()
 
 
 class InPlace(Layer):
