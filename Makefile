@@ -11,7 +11,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 help:
 	@echo "make demo    compare DPSGD, DP-PMLF and shaped DP-PMLF on the small real dataset inside the package"
 	@echo "make test    lint, check types and import layers, run every test"
-	@echo "make quick   the tests that take less than a few seconds each"
+	@echo "make quick   the tests that take less than about half a second each"
 	@echo "make docs    build the documentation site in site/"
 	@echo "make clean   remove the environment, caches and build products"
 

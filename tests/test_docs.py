@@ -90,12 +90,14 @@ def printed_by(page: Path) -> list[tuple[Block, str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", list(with_code()))
 def test_every_code_block_of_a_page_runs_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert printed_by(page)
 
 
+@pytest.mark.slow
 def test_the_code_of_the_readme_prints_what_is_shown_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shown = [block.text for block in blocks(README) if block.language == "text"]

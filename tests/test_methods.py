@@ -99,6 +99,7 @@ def worst_difference(name: str, method_name: str, physical: int, clipping: str =
 pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "method"),
     [*((model, "dp-pmlf") for model in CASES), *(("tied", method) for method in FAMILY if method != "dp-pmlf")],

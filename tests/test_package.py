@@ -175,6 +175,7 @@ def test_no_file_is_long() -> None:
     assert {path: lines for path, lines in lengths.items() if lines > MOST_LINES_OF_A_FILE} == {}
 
 
+@pytest.mark.slow
 def test_no_function_is_long() -> None:
     long = {
         f"{path}: {node.name}": length(node)
@@ -185,6 +186,7 @@ def test_no_function_is_long() -> None:
     assert long == {}
 
 
+@pytest.mark.slow
 def test_no_two_public_classes_have_one_name() -> None:
     places = defaultdict(list)
     for path, text in sources():

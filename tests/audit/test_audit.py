@@ -39,6 +39,7 @@ def test_epsilon_of_a_gaussian_is_the_accountant_s(mu: float) -> None:
     assert bounds.gaussian_epsilon(mu, 1e-5) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_bounds_fail_no_more_often_than_their_confidence_allows() -> None:
     mu, delta, confidence, tries = 0.9, 1e-3, 0.9, 150
     true = bounds.gaussian_epsilon(mu, delta)
@@ -104,6 +105,7 @@ def test_a_canary_moves_the_released_sums_by_the_clip_norm_along_its_own_coordin
     np.testing.assert_allclose(sums, sums.round(), atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", methods.NAMES)
 def test_no_method_is_refuted_and_the_bounds_are_close_to_the_claim(name: str) -> None:
     report = audit.audit_method(name, QUICK)
@@ -119,6 +121,7 @@ def test_a_sampled_mechanism_gets_no_gaussian_bound() -> None:
     assert [bound.name for bound in report.bounds] == ["Clopper-Pearson", "one run"] and not report.refuted
 
 
+@pytest.mark.slow
 def test_secure_noise_is_not_refuted() -> None:
     report = audit.audit_method("dpsgd", audit.AuditSettings(epsilon=4.0, canaries=2000, seed=0, secure_noise=True))
     assert not report.refuted and report.bounds[0].epsilon > 1.6
@@ -133,6 +136,7 @@ def test_every_broken_variant_is_refuted(control: audit.Control) -> None:
     assert report.refuted, [(bound.name, bound.epsilon) for bound in report.bounds]
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_draws_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "scores.png"
     options = ["--method", "dpsgd", "disk", "--epsilon", "4", "--canaries", "800", "--seed", "1"]
@@ -150,6 +154,7 @@ def test_the_command_prints_and_draws_its_results(tmp_path: Path, capsys: pytest
     assert first != second  # two audits do not share their noise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [

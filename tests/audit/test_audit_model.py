@@ -73,6 +73,7 @@ def test_no_record_moves_the_sum_of_a_correct_model_by_more_than_the_clip_norm(n
     assert not report.refuted and report.privacy is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", methods.NAMES)
 def test_it_holds_for_every_method_on_the_packaged_records(name: str) -> None:
     records = data.load().test.__getitems__([0, 1, 2, 3, 4])
@@ -82,12 +83,14 @@ def test_it_holds_for_every_method_on_the_packaged_records(name: str) -> None:
     assert 0.99 < report.sensitivity.multiple <= LIMIT and not report.refuted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [dropout, DropPath])
 def test_random_draws_that_shift_with_the_batch_size_are_not_a_fault(make: Any) -> None:
     report = audit.audit_model(make(), zoo.classify, rows(), settings=SEARCH)
     assert report.sensitivity.multiple <= LIMIT
 
 
+@pytest.mark.slow
 def test_the_model_and_torch_s_generator_stay_unchanged() -> None:
     model, batch = dropout(), rows()
     before, kept, state = [p.clone() for p in model.parameters()], batch[0].clone(), torch.get_rng_state()
@@ -109,6 +112,7 @@ def test_every_broken_variant_of_a_model_is_refuted(control: audit.ModelControl)
     assert report.sensitivity.exact == pytest.approx(report.sensitivity.multiple, rel=1e-3)  # no rounding
 
 
+@pytest.mark.slow
 def test_samples_mixed_behind_random_draws_are_found() -> None:
     report = audit.audit_model_control(UNCHECKED, MixedFromFourOn(), zoo.classify, rows(), settings=SEARCH)
     assert report.refuted and report.sensitivity.training and report.sensitivity.multiple > 2
@@ -137,6 +141,7 @@ def test_the_multiple_is_that_of_plain_autograd_one_sample_at_a_time() -> None:
     torch.testing.assert_close(moved, clipped_sum(6) - clipped_sum(5))
 
 
+@pytest.mark.slow
 def test_a_record_that_the_loss_rejects_is_counted_and_skipped() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         # raises for targets outside [0, 1]
@@ -162,6 +167,7 @@ def test_the_bound_on_epsilon_is_below_the_claim_and_close_to_it() -> None:
     assert list(measured) == ["Gaussian DP", "Clopper-Pearson"] and 0.25 * 8 < measured["Gaussian DP"] < 8
 
 
+@pytest.mark.slow
 def test_the_bound_on_epsilon_refutes_the_claim_of_a_broken_variant() -> None:
     centred = audit.MODEL_CONTROLS[0]
     settings = replace(SEARCH, tries=30, runs=100, steps=1, epsilon=1.0)
@@ -169,6 +175,7 @@ def test_the_bound_on_epsilon_refutes_the_claim_of_a_broken_variant() -> None:
     assert report.privacy is not None and report.privacy.refuted
 
 
+@pytest.mark.slow
 def test_runs_with_sampling_get_no_gaussian_bound() -> None:
     settings = replace(SEARCH, restarts=1, runs=100, steps=1, sample_rate=0.5)
     report = audit.audit_model(nn.Linear(6, 4), zoo.classify, rows(), method="dpsgd", settings=settings)
@@ -179,6 +186,7 @@ def test_runs_with_sampling_get_no_gaussian_bound() -> None:
 # --- the report
 
 
+@pytest.mark.slow
 def test_the_report_names_the_moves_and_shows_no_value_of_the_record() -> None:
     report = audit.audit_model(nn.Linear(6, 4), zoo.classify, rows(), settings=SEARCH)
     document = report.to_json()
@@ -198,6 +206,7 @@ def test_the_report_names_the_moves_and_shows_no_value_of_the_record() -> None:
 QUICK = ["--model", "linear", "--seed", "1", "--restarts", "2", "--tries", "4", "--examples", "4"]
 
 
+@pytest.mark.slow
 def test_the_command_audits_a_model_on_the_packaged_records(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", *QUICK, "--runs", "100", "--steps", "1"]) == 0
     shown = capsys.readouterr().out
@@ -207,6 +216,7 @@ def test_the_command_audits_a_model_on_the_packaged_records(capsys: pytest.Captu
     )
 
 
+@pytest.mark.slow
 def test_the_command_s_document_follows_from_the_seed(capsys: pytest.CaptureFixture[str]) -> None:
     documents = []
     for _ in range(2):
@@ -226,6 +236,7 @@ def test_the_command_refutes_the_broken_variants_of_a_model(capsys: pytest.Captu
     assert shown.count("  REFUTED") == len(audit.MODEL_CONTROLS) and "Every broken variant is refuted" in shown
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_audit_of_a_model_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +249,7 @@ def test_ctrl_c_ends_the_audit_of_a_model_in_one_line(
     assert captured.out == "" and captured.err == "pmlf: interrupted\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -152,6 +152,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of vmap and Opacus
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("small", SMALL, ids=lambda each: each.name)
@@ -247,6 +248,7 @@ def test_every_target_belongs_to_a_case_and_has_a_value() -> None:
         assert all(value is not None for value, _ in checked(made_up(name)).values())
 
 
+@pytest.mark.slow
 def test_tables_fit_a_terminal_and_the_picture_is_drawn(tmp_path: Path) -> None:
     made = [made_up(name) for name in cases.CASES]
     document = {
@@ -277,6 +279,7 @@ def test_exponent_needs_two_costs() -> None:
     assert growth.exponent([1, 2], [None, 3.0]) is None
 
 
+@pytest.mark.slow
 def test_growth_as_table_and_picture(tmp_path: Path) -> None:
     curve = growth.GrowthCurve(
         axis="width",

@@ -43,6 +43,7 @@ def failed(document: dict[str, Any]) -> set[str]:
     return {row["check"] for row in document["rows"] if row["passed"] is False}
 
 
+@pytest.mark.slow
 def test_too_little_noise_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     from pmlf.mechanism import noise
 

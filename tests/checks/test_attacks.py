@@ -321,6 +321,7 @@ def test_data_that_a_forward_pass_writes_into_the_model_is_refused_and_taken_bac
     assert torch.equal(model.state_dict()["0.kept"], torch.zeros(3))
 
 
+@pytest.mark.slow
 def test_tokens_that_cancel_do_not_make_the_rounding_of_others_follow_from_one_sample() -> None:
     model = nn.Linear(64, 64, bias=False)
     nn.init.zeros_(model.weight)
@@ -562,6 +563,7 @@ class Tabled(nn.Module):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [7, 8, 9])
 @pytest.mark.parametrize(
     "kind", ["positions", "closed gate", "beside a huge sample", "beside a sample without a number"]
@@ -704,6 +706,7 @@ def test_what_a_forward_pass_writes_into_a_parameter_by_data_is_never_released(w
     assert all(torch.equal(before[name], after[name]) for name in before if name != f"{written}.weight")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("physical", [64, 2**15])
 def test_in_a_sum_of_very_many_samples_one_still_moves_it_by_c(physical: int) -> None:
     """Of 2^15 that point almost the same way. Regrouped without the first, it was 1.0009 C in a float32 sum of many
@@ -814,6 +817,7 @@ class Flipped(torch.utils.data.Dataset[Any]):
         return x.flip(0) if torch.rand(()) < 0.5 else x, index % 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_nan", [False, True])
 def test_a_subset_of_a_dataset_that_draws_chance_or_has_no_numbers_is_no_fault(with_nan: bool) -> None:
     x = rows(40, 4)

@@ -234,6 +234,7 @@ def test_a_vae_that_draws_in_training_mode_trains_and_one_that_always_draws_is_t
             step.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_an_rwkv_that_rescales_its_weights_releases_nothing_and_one_that_does_not_trains(training: bool) -> None:
     config = {"vocab_size": 20, "hidden_size": 8, "attention_hidden_size": 8, "num_hidden_layers": 2}

@@ -55,6 +55,7 @@ def test_no_random_model_with_weights_in_operations_breaks_a_promise() -> None:
     assert not wrong, f"python benchmarks/fuzz.py --operations --only INDEX shows one: {wrong}"
 
 
+@pytest.mark.slow
 def test_every_recipe_is_a_model_that_runs_without_the_library() -> None:
     for index in range(MODELS):
         recipe = drawn(0, index)

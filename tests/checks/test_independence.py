@@ -46,6 +46,7 @@ def classified(model: nn.Module, batch: Any) -> Tensor:
 # What must be proven
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(zoo.CASES))
 def test_the_zoo_is_proven(name: str) -> None:
     case = zoo.CASES[name]
@@ -114,6 +115,7 @@ def _image(model: Any, batch: Any) -> Tensor:
 _LOSSES: dict[str, Loss] = {"text": zoo.classify_text, "pooled": _pooled, "next": _next, "image": _image}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", sorted(_MODELS))
 def test_models_of_transformers_with_masks_and_dropout_are_proven(name: str, training: bool) -> None:
@@ -122,6 +124,7 @@ def test_models_of_transformers_with_masks_and_dropout_are_proven(name: str, tra
     assert finding(make(), _LOSSES[kind], batch, training=training) == PROVEN
 
 
+@pytest.mark.slow
 def test_low_rank_adapters_are_proven() -> None:
     peft = pytest.importorskip("peft")
     model = hf.RobertaForSequenceClassification(hf.RobertaConfig(num_labels=4, **_TEXT))
@@ -410,11 +413,13 @@ def test_fused_attention_is_proven_by_its_formula() -> None:
     assert finding(Through(attention), classified, small_batch()) == PROVEN
 
 
+@pytest.mark.slow
 def test_the_resnet_of_the_paper_is_proven() -> None:
     model = resnet.ResNet((2, 2), 8, 3, zoo.LABELS)
     assert finding(model, classified, zoo.images(3, 8, 8)(N)) == PROVEN
 
 
+@pytest.mark.slow
 def test_attention_that_joins_tokens_and_samples_in_one_axis_is_proven() -> None:
     """`nn.MultiheadAttention` puts the first token of every sample before the second of each."""
 

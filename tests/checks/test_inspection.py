@@ -20,6 +20,7 @@ def checked(name: str, method: str = "dp-pmlf") -> Checked:
     return pmlf.check(make(name), case.loss, case.batch(3), method=method)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_measured_of_a_sound_model_is_rounding_and_a_sensitivity_of_at_most_one(name: str) -> None:
     report = checked(name)

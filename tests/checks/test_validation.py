@@ -254,6 +254,7 @@ def test_a_layer_without_a_rule_is_named_or_exact(layer: nn.Module) -> None:
         assert checked.parameters == len(list(model.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("method", ["dpsgd", "dp-pmlf", "disk", "inner-outer"])
 def test_check_passes_and_changes_nothing(name: str, method: str) -> None:

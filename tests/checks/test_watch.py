@@ -43,6 +43,7 @@ class Late(nn.Module):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [False, True])
 def test_samples_that_begin_to_mix_in_mid_training_are_found_within_a_few_steps(dropout: bool) -> None:
     model = nn.Sequential(Late(300), nn.Dropout(0.3) if dropout else nn.Tanh(), nn.Linear(3, 2))
@@ -171,6 +172,7 @@ def test_a_sample_that_is_not_finite_is_no_fault_and_adds_nothing() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in step.trained)
 
 
+@pytest.mark.slow
 def test_who_assumes_independence_is_believed_and_named_in_the_certificate() -> None:
     def run(**options: Any) -> pmlf.PrivateRun:
         model = nn.Sequential(FromSize(0), nn.Linear(3, 1))

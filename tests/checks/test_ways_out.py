@@ -21,9 +21,9 @@ def test_a_refusal_measures_which_way_out_is_faster() -> None:
         loss: Tensor = model(x - x.mean(0)).sum(1)
         return loss
 
-    with pytest.raises(ValueError, match=r"several samples.*(times as fast here|equally fast here)"):
+    with pytest.raises(ValueError, match=r"several samples.*(faster here than|equally fast here)"):
         _step(nn.Linear(3, 2), centred).accumulate(torch.randn(4, 3))
-    with pytest.raises(ValueError, match=r"several samples.*(times as fast here|equally fast here)"):
+    with pytest.raises(ValueError, match=r"several samples.*(faster here than|equally fast here)"):
         pmlf.check(nn.Linear(3, 2), centred, torch.randn(4, 3))
 
 

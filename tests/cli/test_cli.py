@@ -108,6 +108,7 @@ def test_the_version_is_the_package_s(call: Call) -> None:
 # --- train
 
 
+@pytest.mark.slow
 def test_train_prints_one_json_document(call: Call, tmp_path: Path) -> None:
     code, out, err = call("train", *QUICK, "--epsilon", 2, "--out", "run", "--json")
     assert code == 0
@@ -120,6 +121,7 @@ def test_train_prints_one_json_document(call: Call, tmp_path: Path) -> None:
     assert "step 2/2" in progress and "--model prior-linear may be more accurate" in hint
 
 
+@pytest.mark.slow
 def test_train_prints_a_summary_and_names_its_folder(call: Call, tmp_path: Path) -> None:
     code, out, _ = call("train", *QUICK, "--noise-multiplier", 1, "--method", "dpsgd")
     assert code == 0 and "test accuracy" in out and "cryptographic" in out
@@ -129,6 +131,7 @@ def test_train_prints_a_summary_and_names_its_folder(call: Call, tmp_path: Path)
     assert (spec.noise_multiplier, spec.epsilon, spec.steps, spec.epochs) == (1.0, None, 2, None)
 
 
+@pytest.mark.slow
 def test_filter_coefficients_may_be_negative_or_absent(call: Call, tmp_path: Path) -> None:
     quick = [*QUICK, "--noise-multiplier", 1, "--json"]
     assert call("train", *quick, "--out", "one", "--a", -0.9, "--b", 0.15, -0.05)[0] == 0
@@ -179,6 +182,7 @@ def refused_in_one_line(call: Call, folder: Path, argv: list[str], said: str) ->
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "said"), REFUSED_SETTINGS + REFUSED_METHODS)
 def test_train_refuses_in_one_line(call: Call, tmp_path: Path, options: list[str], said: str) -> None:
     refused_in_one_line(call, tmp_path, ["train", *QUICK, *options], said)
@@ -186,10 +190,11 @@ def test_train_refuses_in_one_line(call: Call, tmp_path: Path, options: list[str
 
 REFUSED_COMPARISONS = [
     (["--methods", "dpsgd", "dp-pmlf", "--lrs", "1"], "for 2 methods: give one learning rate for each"),
-    (["--seeds", "0"], "--seeds 0"),
+    (["--seeds", "0"], "--seeds=0"),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "said"), REFUSED_SETTINGS + REFUSED_COMPARISONS)
 def test_compare_refuses_in_one_line(call: Call, tmp_path: Path, options: list[str], said: str) -> None:
     refused_in_one_line(call, tmp_path, ["compare", *QUICK, *options], said)
@@ -209,6 +214,7 @@ def test_a_filter_of_another_gain_is_refused_with_the_option_that_allows_it(call
     assert call("filter", "--b", 0.3, "--uncorrected")[0] == 0
 
 
+@pytest.mark.slow
 def test_what_cannot_be_parsed_is_refused(call: Call, tmp_path: Path) -> None:
     for argv in (["train", "--k", "two"], ["train", "--colour", "red"], ["paint"], []):
         code, out, err = call(*argv)
@@ -226,6 +232,7 @@ def test_an_existing_folder_is_refused_and_left_alone(call: Call, tmp_path: Path
     assert [path.read_text() for path in (tmp_path / "run").iterdir()] == ["precious"]
 
 
+@pytest.mark.slow
 def test_a_large_delta_is_warned_about_in_one_line(call: Call) -> None:
     code, _, err = call("train", *QUICK, "--noise-multiplier", 1, "--delta", 1e-3, "--out", "run")
     (warning,) = [line for line in err.splitlines() if line.startswith("pmlf: warning: ")]
@@ -337,6 +344,7 @@ def test_compare_runs_every_method_at_the_same_epsilon(call: Call, tmp_path: Pat
     assert {**written, "plot": document["plot"]} == document
 
 
+@pytest.mark.slow
 def test_compare_prints_a_table(call: Call, tmp_path: Path) -> None:
     quick = [*QUICK, "--noise-multiplier", 1, "--methods", "dpsgd", "disk", "--kappa", 0.6]
     code, out, _ = call("compare", *quick, "--out", "two", "--plot", "picture.svg")
@@ -457,6 +465,7 @@ def test_filter_prints_its_numbers(call: Call) -> None:
         assert text in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "design", [["--butterworth", 2, 0.1], ["--moving-average", 4], ["--exponential", 0.9], ["--uncorrected", "--b", 1]]
 )

@@ -23,6 +23,7 @@ def test_every_command_has_three_examples() -> None:
     assert all(len(set(examples)) == 3 for examples in EXAMPLES.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_example_can_be_typed(name: str) -> None:
     for example in EXAMPLES[name]:

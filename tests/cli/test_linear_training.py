@@ -23,6 +23,7 @@ def small_prior(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_features, "PriorSpec", partial(PriorSpec, images=20, blocks=blocks))
 
 
+@pytest.mark.slow
 def test_a_run_prints_its_certified_epsilon_and_a_complete_run_resumes_to_its_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -41,6 +42,7 @@ def test_an_option_of_networks_is_refused_by_its_flag(tmp_path: Path, capsys: py
     assert "--show-sensitive is not an option of --model prior-linear" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("epsilon", "told"), [("1", True), ("20", False)])
 def test_a_network_of_images_at_a_small_epsilon_names_the_cost_of_a_linear_model(
     epsilon: str, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -50,6 +52,7 @@ def test_a_network_of_images_at_a_small_epsilon_names_the_cost_of_a_linear_model
     assert ("--model prior-linear may be more accurate" in capsys.readouterr().err) == told
 
 
+@pytest.mark.slow
 def test_an_encoder_is_trained_on_and_used_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,6 +59,7 @@ TYPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", TYPED)
 def test_a_mistake_on_the_command_line_is_answered_with_a_way_out(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -150,6 +151,7 @@ def test_a_wrong_column_lists_the_columns(tmp_path: Path) -> None:
         list(found.tables("train", {"txt": "text_column"}))
 
 
+@pytest.mark.slow
 def test_controls_with_too_few_canaries_say_how_many_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["audit", "--controls", "--canaries", "100", "--seed", "0"]) == 1
     assert "100 are too few to show it: give --canaries 21000 or more" in " ".join(capsys.readouterr().out.split())

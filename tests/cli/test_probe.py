@@ -39,6 +39,7 @@ def spec(files: Path, **probe: Any) -> probing.ProbeSpec:
     return probing.ProbeSpec(features=str(files / "x.npy"), labels=str(files / "y.npy"), holdout=0.2, probe=given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [["x.npy", "--labels", "y.npy"], ["xy.npz"], ["xy.parquet"]])
 def test_a_file_of_features_becomes_a_model_with_a_certificate(
     files: Path, source: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -124,6 +125,7 @@ def test_a_changed_file_is_not_resumed_on(files: Path) -> None:
         probing.run_probe(given, files / "run", resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [["softmax"], ["sigmoid"]])
 def test_a_trained_probe_predicts_and_scores_files(
     files: Path, head: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ def small() -> data.ImageData:
     return data.load()
 
 
+@pytest.mark.slow
 def test_packaged_data_is_balanced_shuffled_and_uint8(small: data.ImageData) -> None:
     for split, per_class in ((small.train, 1200), (small.test, 200)):
         assert split.images.dtype == torch.uint8 and split.labels.dtype == torch.int64
@@ -35,6 +36,7 @@ def test_packaged_data_is_balanced_shuffled_and_uint8(small: data.ImageData) -> 
     assert (small.classes, small.in_channels, small.image_size) == (10, 1, 28)
 
 
+@pytest.mark.slow
 def test_packaged_data_needs_neither_folder_nor_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setenv(data.DATA_DIR_VARIABLE, "nowhere")
@@ -382,6 +384,7 @@ def test_metadata_labels_your_own_images_with_several_labels_or_numbers(tmp_path
         data.load(str(own), target=data.LabelSet(names=("mass", "node")), label_column="signs")
 
 
+@pytest.mark.slow
 def test_packaged_data_loads_quickly() -> None:
     start = time.perf_counter()
     data.load()

@@ -172,6 +172,7 @@ def test_a_device_is_waited_for_once_a_micro_batch_and_once_a_release_and_comput
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_on_a_device_too_a_sample_that_is_not_finite_adds_nothing() -> None:
     step, batches = _step("lstm", 1)
     images, labels = batches[0]

@@ -278,6 +278,7 @@ def test_the_sound_call_works(name: str) -> None:
         call.function(**call.arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "argument"), [(n, a) for n, call in SOUND.items() for a in (*call.numbers, *call.anything)]
 )
@@ -287,6 +288,7 @@ def test_a_hostile_number_works_or_is_named(name: str, argument: str, data: st.D
     refuse_nan(attempt(SOUND[name], argument, data.draw(HOSTILE)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "argument"), [(n, a) for n, call in SOUND.items() for a in call.sequences])
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
@@ -305,6 +307,7 @@ def spent_by_one_step(noise_multiplier: float, sample_rate: float, epsilon: floa
         return float((1 - q) * above + q * shifted - math.exp(epsilon) * above)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     noise_multiplier=st.one_of(st.floats(0.3, 1e3), st.sampled_from([5e-324, 1e-4, 0.0099, 1e9, 1e300])),
@@ -358,6 +361,7 @@ def test_a_hostile_batch_is_taken_or_refused_in_a_sentence(batch: Any) -> None:
         assert str(error).startswith("mat1 and mat2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))  # of the model: whether it makes 3e38 too large hangs on its weights
 @pytest.mark.parametrize("fill", [math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-45, 0.0])
 def test_hostile_values_in_a_batch_never_reach_the_release(fill: float, seed: int) -> None:

@@ -29,6 +29,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn5", "resnet"])
 def test_one_point_without_filter_agrees_with_opacus_clipped_gradients(name: str) -> None:
     case, model, size, clip_norm = CASES[name], make(name), 6, 0.7
@@ -72,6 +73,7 @@ def _keep_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrivateStep, "release", and_keep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["held at once", "held late", "gram", "root", "dropped"])
 @pytest.mark.parametrize("name", ["cnn5", "tied", "convolutions", "unusual", "gpt2"])
 def test_all_ways_to_norms_and_sums_give_the_same_sum(

@@ -96,6 +96,7 @@ def pmlf_points(t: int) -> list[tuple[list[float], float]]:
     return [([1.0], 1.0)] if t == 0 else [([1.0], 1 / 1.1), ([0.0, 1.0], 0.1 / 1.1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way"),
     [(name, way) for name in MODELS for way in GRADIENTS if (name, way) != ("GRU", "vmap")],
@@ -202,6 +203,7 @@ def test_what_keeps_statistics_is_refused_as_ever() -> None:
         stepped(nn.Linear(2, 2), gradients="fast")
 
 
+@pytest.mark.slow
 def test_an_lstm_learns_and_is_left_with_its_own_weights() -> None:
     torch.manual_seed(0)
     model = Recurrent(nn.LSTM)

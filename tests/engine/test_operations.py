@@ -218,6 +218,7 @@ def assert_exact(model: nn.Module, batch: tuple[Tensor, ...], found: dict[str, T
             assert float((ours - 0.5 * expected).norm()) <= 1e-10 * float(expected.norm()) + 1e-12, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, T, N])
 @pytest.mark.parametrize("name", CASES)
 def test_every_use_is_exact(name: str, count: int) -> None:
@@ -298,6 +299,7 @@ def test_rows_that_mix_samples_are_refused() -> None:
         taken(model, samples(), N)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tables", [12, 70])
 def test_tables_that_look_like_samples_are_exact_or_refused_and_never_dropped(tables: int) -> None:
     def shared(m: Any, x: Tensor) -> Tensor:

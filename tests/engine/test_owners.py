@@ -77,6 +77,7 @@ def test_one_unit_moves_the_sum_by_at_most_the_clip_norm(model: str, method: str
     assert min(moves) >= 1.0 - 1e-3  # every unit is clipped here, so each has the same say, however many records it has
 
 
+@pytest.mark.slow
 def test_clipped_by_records_a_unit_moves_the_sum_by_far_more() -> None:
     """What the test above would see if units were forgotten."""
     torch.manual_seed(0)
@@ -158,12 +159,14 @@ def test_the_sum_is_that_of_means_clipped_once(model: str, method: str, clip_nor
     assert difference(model, method, (1, 4, 2), clip_norm) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["held at once", "held late", "gram", "root", "dropped"])
 @pytest.mark.parametrize("model", ["convolutions", "tied"])
 def test_every_strategy_gives_the_same(model: str, way: Way) -> None:
     assert difference(model, "disk", (1, 3, 2), 1.0, strategy=Fixed(way)) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["convolutions", "unusual"])
 def test_units_with_as_many_records_need_no_padding(model: str) -> None:
     assert difference(model, "disk", (2, 2), 1.0) < 1e-4

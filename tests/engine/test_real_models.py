@@ -136,6 +136,7 @@ def test_the_zoo_is_large() -> None:
     assert len(REAL) >= 80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNNING)
 def test_a_real_model_has_the_reference_s_gradients_and_norms(name: str) -> None:
     assert path_of(name) == REAL[name].path

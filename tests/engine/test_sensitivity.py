@@ -89,6 +89,7 @@ def test_one_sample_moves_the_sum_by_at_most_the_clip_norm(method: str, clipping
     assert largest_move(step, batch, size) <= 1.0 + TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", CASES)
 def test_one_sample_moves_the_sum_by_at_most_the_clip_norm_in_every_model(model: str) -> None:
     torch.manual_seed(0)
@@ -130,6 +131,7 @@ def linear_loss(model: Any, batch: Any) -> Tensor:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["held late", "gram", "root"])
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("left_over", [0.0, 1e-6, 1e-3, 1e-1])
@@ -161,6 +163,7 @@ def test_cancelling_tokens_of_embedding_and_convolution_stay_within_the_clip_nor
 # Deliberately broken variants: the tests above must be able to fail.
 
 
+@pytest.mark.slow
 def test_clipping_each_point_with_unit_weights_breaks_the_bound() -> None:
     """The public reference code's way: clip at every point, then add. A sample moves the sum by up to k*C."""
     torch.manual_seed(0)

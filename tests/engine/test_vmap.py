@@ -55,6 +55,7 @@ MAPPED["roberta"] = Case(CASES["roberta"].make, token_batch, classify_masked)
 SMALL_AT_OTHER_K = [(name, k) for name in ("tied", "unusual", "convolutions") for k in (1, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "k"), [*((name, 2) for name in MAPPED), *SMALL_AT_OTHER_K])
 def test_every_sample_is_exact_under_vmap(name: str, k: int) -> None:
     """k + 1 steps of DP-PMLF against float64, one sample and one point at a time; frozen: the first parameter."""
@@ -135,6 +136,7 @@ MIXING: dict[str, tuple[Callable[[Any, Tensor], Tensor], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXING)
 def test_models_that_mix_a_batch_have_nothing_to_mix(name: str) -> None:
     """Leaving a sample out moves the sum by at most C: every sample was alone."""
@@ -302,6 +304,7 @@ AROUND: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AROUND)
 def test_what_would_get_around_vmap_is_refused_and_the_model_left_as_it_was(name: str) -> None:
     between, message = AROUND[name]
@@ -417,6 +420,7 @@ def test_precisions_and_layouts_are_as_one_by_one(kind: str) -> None:
     assert float((mapped - alone).norm() / alone.norm()) < (5e-2 if half else 1e-4)
 
 
+@pytest.mark.slow
 def test_both_ways_out_are_named_and_check_takes_them() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -439,6 +443,7 @@ def test_both_ways_out_are_named_and_check_takes_them() -> None:
         pmlf.check(model, classify, batch, gradients="quick")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_make_private_trains_under_vmap_and_a_seed_gives_the_same_bits() -> None:
     def run() -> Tensor:
         torch.manual_seed(0)

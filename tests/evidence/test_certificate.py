@@ -86,6 +86,7 @@ def check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Checked:
     return run
 
 
+@pytest.mark.slow
 def test_numbers_of_numpy_go_into_ledger_and_certificate_like_any_other(tmp_path: Path) -> None:
     given = {"batch_size": np.int64(30), "steps": np.int64(6), "noise_multiplier": np.float32(1.0)}
     with Ledger(tmp_path / "ledger", dataset="patients") as ledger:
@@ -93,6 +94,7 @@ def test_numbers_of_numpy_go_into_ledger_and_certificate_like_any_other(tmp_path
     assert json.loads(json.dumps(document)) == document and document["planned_steps"] == 6
 
 
+@pytest.mark.slow
 def test_a_certificate_holds(alone: dict[str, Any], shared: dict[str, Any], check: Checked) -> None:
     for document in (alone, shared):
         code, report, err = check(document)
@@ -106,6 +108,7 @@ def test_the_epsilon_that_always_holds_is_that_of_all_planned_steps(alone: dict[
     assert alone["composition"] == certificate.PLD and not alone["reproducible_noise"]
 
 
+@pytest.mark.slow
 def test_runs_of_one_ledger_are_listed_and_composed_by_a_filter(shared: dict[str, Any]) -> None:
     assert shared["composition"] == certificate.FILTER and shared["dataset"] == "patients"
     assert [(trial["run"], trial["events"]) for trial in shared["trials"]] == [("first", 4), ("second", 4)]
@@ -113,6 +116,7 @@ def test_runs_of_one_ledger_are_listed_and_composed_by_a_filter(shared: dict[str
     assert shared["reproducible_noise"]
 
 
+@pytest.mark.slow
 def test_a_run_begun_again_without_a_target_states_no_epsilon(unbounded: dict[str, Any], check: Checked) -> None:
     assert unbounded["epsilon"] is None and unbounded["composition"] == certificate.CAPPED
     assert [trial["events"] for trial in unbounded["trials"]] == [4, 4]
@@ -123,6 +127,7 @@ def test_a_run_begun_again_without_a_target_states_no_epsilon(unbounded: dict[st
     assert "&epsilon; = none" in text and "This certificate states no guarantee: the amount spent" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lower",
     [
@@ -245,6 +250,7 @@ def written(
     return [alone, made(noise_multiplier=None, target_epsilon=2.0), capped, shared]
 
 
+@pytest.mark.slow
 def test_what_the_library_writes_is_accepted(written: list[dict[str, Any]], tmp_path: Path) -> None:
     assert {document["composition"] for document in written} == {
         certificate.PLD,
@@ -281,6 +287,7 @@ def certificates_in(value: Any) -> Iterator[dict[str, Any]]:
             yield from certificates_in(part)
 
 
+@pytest.mark.slow
 def test_the_certificates_of_the_stored_results_hold() -> None:
     found = [document for path in STORED for document in certificates_in(json.loads(path.read_bytes()))]
     present = [document for document in found if all("beginning" in trial for trial in document["trials"])]

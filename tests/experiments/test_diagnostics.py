@@ -34,6 +34,7 @@ def document(folder: Path) -> dict[str, dict[str, float]]:
     return json.loads((folder / "diagnostics.json").read_text())
 
 
+@pytest.mark.slow
 def test_only_the_owner_can_read_files_that_show_them(measured: Path, tmp_path: Path) -> None:
     page, markdown = tmp_path / "page.html", tmp_path / "page.md"
     page.touch(0o644)
@@ -50,6 +51,7 @@ def test_only_the_owner_can_read_files_that_show_them(measured: Path, tmp_path: 
     assert main(arguments) == 2 and not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.slow
 def test_the_run_is_the_same_with_them_and_the_certificate_names_them(measured: Path, tmp_path: Path) -> None:
     runner.run(SPEC, tmp_path / "quiet")
     assert not (tmp_path / "quiet" / "diagnostics.json").exists()
@@ -64,6 +66,7 @@ def test_the_run_is_the_same_with_them_and_the_certificate_names_them(measured: 
     assert "sensitive" in str(document(measured)["note"])
 
 
+@pytest.mark.slow
 def test_white_noise_is_filtered_as_the_theory_predicts(measured: Path) -> None:
     gain = document(measured)["noise_gain"]
     assert gain["theory"] == pytest.approx(0.1**2 / (1 - 0.9**2))
@@ -74,6 +77,7 @@ def test_white_noise_is_filtered_as_the_theory_predicts(measured: Path) -> None:
     assert filtered[-1] < 0.1 * filtered[0]
 
 
+@pytest.mark.slow
 def test_the_measured_gradient_is_that_of_plain_autograd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First step: mean gradient, clipped mean and fraction clipped, computed one record at a time."""
     seen: list[Probe] = []
@@ -96,6 +100,7 @@ def test_the_measured_gradient_is_that_of_plain_autograd(tmp_path: Path, monkeyp
     assert probe._squares[0][0] == pytest.approx(float(norms.square().mean()), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_momentum_over_equal_iterates_reduces_no_variance(tmp_path: Path) -> None:
     """With a tiny step size all iterates are equal: Assumption 5 fails, and the measured reduction is 1."""
     still = replace(SPEC, lr=1e-9, steps=6, options=MethodOptions(k=3, beta=1.0))

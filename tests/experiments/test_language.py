@@ -71,6 +71,7 @@ def run_folder(made: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
     return out
 
 
+@pytest.mark.slow
 def test_one_command_lowers_the_perplexity_of_held_out_texts(made: tuple[Path, Path], run_folder: Path) -> None:
     texts, network = made
     tokenizer = AutoTokenizer.from_pretrained(network)
@@ -107,6 +108,7 @@ def test_all_weights_are_trained_at_rank_zero(made: tuple[Path, Path], tmp_path:
     assert result.evaluations[-1].numbers()["holdout/perplexity"] == pytest.approx(found, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_trained_model_continues_texts_and_is_scored_again(
     made: tuple[Path, Path], run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,7 @@ def sweep() -> planning.Sweep:
     return planning.plan(**SMALL, epsilons=[8, 1], clip_norm=0.5, seconds_per_sample=seconds)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_every_epsilon_is_the_one_that_account_prints(
     sweep: planning.Sweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -41,6 +42,7 @@ def test_every_epsilon_is_the_one_that_account_prints(
         assert account["noise_multiplier"] == point.noise_multiplier and account["steps"] == point.steps
 
 
+@pytest.mark.slow
 def test_noise_path_and_hours_follow_their_formulas(sweep: planning.Sweep) -> None:
     for point in sweep.points:
         per_step = point.noise_multiplier * 0.5 / point.batch_size  # z C / B, of each coordinate
@@ -90,6 +92,7 @@ def test_what_cannot_be_planned_is_refused(changes: dict[str, object], said: str
         planning.plan(**{**SMALL, "epsilons": [1], **changes})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_a_reason_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = [
         "--records",

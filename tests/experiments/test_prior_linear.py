@@ -39,6 +39,7 @@ class _Stopper(SilentObserver):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_run_stays_within_its_epsilon_and_learns(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     result = prior_linear.run(SPEC, tmp_path / "run", extracting=lambda done, of: seen.append((done, of)))
@@ -52,6 +53,7 @@ def test_a_run_stays_within_its_epsilon_and_learns(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: Path) -> None:
     stopped = prior_linear.run(SPEC, tmp_path / "stopped", observer=_Stopper())
     assert stopped.interrupted_by == "SIGINT" and stopped.steps == 2
@@ -63,6 +65,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: P
     assert prior_linear.run(resumed.spec, tmp_path / "stopped", resume=True).test_accuracy == resumed.test_accuracy
 
 
+@pytest.mark.slow
 def test_held_out_records_are_not_trained_on(tmp_path: Path) -> None:
     spec = RunSpec(model="prior-linear", epsilon=8.0, records=1000, seed=0, steps=2, holdout=0.2)
     result = prior_linear.run(spec, tmp_path / "run")
@@ -80,6 +83,7 @@ def test_a_setting_of_networks_is_refused(given: dict[str, object], tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_is_loaded_predicts_and_scores_as_it_did(tmp_path: Path) -> None:
     result = prior_linear.run(SPEC, tmp_path / "run")
     model = pmlf.load(tmp_path / "run")
@@ -94,6 +98,7 @@ def test_a_run_is_loaded_predicts_and_scores_as_it_did(tmp_path: Path) -> None:
     assert model.certificate is not None and model.certificate["epsilon"] <= 8.0
 
 
+@pytest.mark.slow
 def test_an_export_of_a_linear_model_is_a_folder_and_no_graph(tmp_path: Path) -> None:
     prior_linear.run(SPEC, tmp_path / "run")
     export.write(tmp_path / "run", "hub", tmp_path / "hub")
@@ -104,6 +109,7 @@ def test_an_export_of_a_linear_model_is_a_folder_and_no_graph(tmp_path: Path) ->
         export.write(tmp_path / "run", "torch-export", tmp_path / "model.pt2")
 
 
+@pytest.mark.slow
 def test_embeddings_of_texts_train_resume_load_and_predict(tmp_path: Path) -> None:
     write_glue(tmp_path, "sst2", records=60)
     encoder = write_text_model(tmp_path / "bert", "bert")
@@ -126,6 +132,7 @@ def test_embeddings_of_texts_train_resume_load_and_predict(tmp_path: Path) -> No
     assert row["prediction"] in ("negative", "positive")
 
 
+@pytest.mark.slow
 def test_embeddings_of_images_train_and_load(tmp_path: Path) -> None:
     write_images(tmp_path, "cifar10", labels=list(range(10)) * 3)
     spec = RunSpec(
@@ -141,6 +148,7 @@ def test_embeddings_of_images_train_and_load(tmp_path: Path) -> None:
     assert model.evaluate("cifar10", data_dir=tmp_path).accuracy == result.test_accuracy
 
 
+@pytest.mark.slow
 def test_a_resumed_run_refuses_other_records(tmp_path: Path) -> None:
     encoder = write_text_model(tmp_path / "bert", "bert")
     write_glue(tmp_path, "sst2", records=60)
@@ -158,6 +166,7 @@ def test_an_embedding_needs_an_encoder(tmp_path: Path) -> None:
         prior_linear.run(spec, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_your_own_images_train_and_predict(tmp_path: Path) -> None:
     for split in ("train", "test"):
         for name, level in (("dark", 30), ("light", 200)):

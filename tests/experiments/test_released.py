@@ -235,6 +235,7 @@ def test_the_hub_folder_states_the_guarantee_and_works_alone(
     assert torch.equal(first, second)
 
 
+@pytest.mark.slow
 def test_no_record_is_in_the_files_of_a_model(runs: dict[str, Trained]) -> None:
     for run in runs.values():
         files = [path for path in run.folder.rglob("*") if path.is_file()]

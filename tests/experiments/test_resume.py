@@ -99,6 +99,7 @@ def test_a_seeded_run_killed_several_times_ends_with_the_same_bits(tmp_path: Pat
     assert certificate(tmp_path / "cut")["reproducible_noise"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_and_spends_nothing_twice(tmp_path: Path) -> None:
     interrupted = runner.run(BUDGETED, tmp_path / "run", observer=StopAfter(4, KeyboardInterrupt()))
     assert interrupted.interrupted and events(tmp_path / "run") == 4
@@ -107,6 +108,7 @@ def test_an_interrupted_run_resumes_and_spends_nothing_twice(tmp_path: Path) -> 
     assert events(tmp_path / "run") == 6 and result.epsilon <= 2.0
 
 
+@pytest.mark.slow
 def test_a_run_resumes_after_its_folder_was_moved(tmp_path: Path) -> None:
     runner.run(SPEC, tmp_path / "whole")
     cut_off(SPEC, tmp_path / "begun", after=4)
@@ -116,6 +118,7 @@ def test_a_run_resumes_after_its_folder_was_moved(tmp_path: Path) -> None:
     assert events(tmp_path / "moved") == 6 and not (tmp_path / "begun").exists()
 
 
+@pytest.mark.slow
 def test_without_a_seed_lost_steps_are_charged_again_and_the_target_holds(tmp_path: Path) -> None:
     cut_off(BUDGETED, tmp_path / "run", after=5, checkpoint_every=4)
     result = runner.run(BUDGETED, tmp_path / "run", resume=True)
@@ -124,6 +127,7 @@ def test_without_a_seed_lost_steps_are_charged_again_and_the_target_holds(tmp_pa
     assert certificate(tmp_path / "run")["released_steps"] == 6
 
 
+@pytest.mark.slow
 def test_no_key_of_noise_or_sampler_is_in_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[bytes] = []
     stream = noise.Stream.__init__
@@ -140,6 +144,7 @@ def test_no_key_of_noise_or_sampler_is_in_a_checkpoint(tmp_path: Path, monkeypat
         assert not any(key in content or key.hex().encode() in content for key in keys)
 
 
+@pytest.mark.slow
 def test_resume_starts_what_is_new_and_returns_what_is_finished(tmp_path: Path) -> None:
     first = runner.run(SPEC, tmp_path / "run", resume=True)
     again = runner.run(SPEC, tmp_path / "run", resume=True, observer=Refuse())
@@ -149,6 +154,7 @@ def test_resume_starts_what_is_new_and_returns_what_is_finished(tmp_path: Path) 
     assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
@@ -166,6 +172,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -
     assert (tmp_path / "other" / ".thesis.tex").read_text() == "precious"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -185,6 +192,7 @@ def test_a_changed_setting_is_refused_by_name(tmp_path: Path, change: dict[str, 
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
 
+@pytest.mark.slow
 def test_the_spec_is_the_checkpoint_s_whatever_is_written_beside_it(tmp_path: Path) -> None:
     whole = runner.run(SPEC, tmp_path / "whole")
     cut_off(SPEC, tmp_path / "run", after=3)
@@ -201,6 +209,7 @@ def test_the_spec_is_the_checkpoint_s_whatever_is_written_beside_it(tmp_path: Pa
         runner.run(SPEC, tmp_path / "run", resume=True)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_version_is_refused_in_one_sentence(tmp_path: Path) -> None:
     cut_off(SPEC, tmp_path / "run", after=3)
     path = tmp_path / "run" / "checkpoint.safetensors"
@@ -215,6 +224,7 @@ def test_a_checkpoint_of_another_version_is_refused_in_one_sentence(tmp_path: Pa
     assert runner.run(SPEC, tmp_path / "run", resume=True).steps == 6
 
 
+@pytest.mark.slow
 def test_changed_records_are_refused(tmp_path: Path) -> None:
     cut_off(SPEC, tmp_path / "run", after=1)
     records = tasks.prepare(SPEC).train  # in memory, shared with later runs
@@ -228,6 +238,7 @@ def test_changed_records_are_refused(tmp_path: Path) -> None:
     assert runner.run(SPEC, tmp_path / "run", resume=True).steps == 6
 
 
+@pytest.mark.slow
 def test_the_digest_of_the_records_stays_in_the_checkpoint(tmp_path: Path) -> None:
     cut_off(SPEC, tmp_path / "run", after=1)
     keyed = [path.name for path in (tmp_path / "run").iterdir() if b"records_digest" in path.read_bytes()]
@@ -236,6 +247,7 @@ def test_the_digest_of_the_records_stays_in_the_checkpoint(tmp_path: Path) -> No
     assert not any(b"records_digest" in path.read_bytes() for path in (tmp_path / "run").iterdir())
 
 
+@pytest.mark.slow
 def test_a_ledger_that_lost_events_or_is_another_s_is_refused(tmp_path: Path) -> None:
     cut_off(SPEC, tmp_path / "run", after=4)
     path = tmp_path / "run" / "ledger.jsonl"
@@ -268,6 +280,7 @@ def test_a_longer_plan_is_held_to_the_target_by_an_rdp_filter(tmp_path: Path) ->
     assert runner.run(spec, tmp_path / "late", resume=True).steps == 11  # one step was lost
 
 
+@pytest.mark.slow
 def test_runs_that_share_a_ledger_share_a_budget(tmp_path: Path) -> None:
     shared = tmp_path / "fashion.ledger"
     spec = replace(BUDGETED, batch_size=600, max_physical_batch_size=700)
@@ -304,6 +317,7 @@ class FullDisk(SilentObserver):
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_clear_error_and_the_run_resumes_when_there_is_room(tmp_path: Path) -> None:
     runner.run(SPEC, tmp_path / "whole")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -329,6 +343,7 @@ def powerless() -> Iterator[None]:
         os.seteuid(before)
 
 
+@pytest.mark.slow
 def test_a_read_only_folder_is_one_clear_error_and_the_checkpoint_is_intact() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
@@ -365,6 +380,7 @@ def own_loop(folder: Path, *, seed: int | None, until: int | None = None) -> Pri
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, None])
 def test_your_own_loop_resumes_from_its_checkpoint_and_ledger(tmp_path: Path, seed: int | None) -> None:
     (tmp_path / "whole").mkdir()
@@ -418,6 +434,7 @@ def test_only_a_state_of_the_same_beginning_replays(tmp_path: Path) -> None:
         assert begun_anew.budget.run_events == 4
 
 
+@pytest.mark.slow
 def test_a_seeded_run_resumes_with_its_micro_batches() -> None:
     whole = finish(private(seed=1, max_physical_batch_size=7))
     state = finish(private(seed=1, max_physical_batch_size=7), until=2).state_dict()
@@ -443,6 +460,7 @@ def test_a_step_interrupted_after_its_release_is_not_saved(monkeypatch: pytest.M
         run.state_dict()
 
 
+@pytest.mark.slow
 def test_resume_does_not_delete_the_folder_of_a_run_that_has_just_begun_elsewhere(tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()

@@ -110,6 +110,7 @@ def test_a_comparison_gives_each_method_the_options_it_takes() -> None:
         comparison(Setting(), ["dpsgd", "dpsgd"])
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_folder_that_repeats_it(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "run"
     result = runner.run(QUICK, out)
@@ -148,6 +149,7 @@ def test_a_run_leaves_a_folder_that_repeats_it(tmp_path: Path) -> None:
     assert evaluate(model, images.test, collate_fn=data.collate) == result.test_accuracy
 
 
+@pytest.mark.slow
 def test_an_average_is_evaluated_and_saved_next_to_the_last_iterate(tmp_path: Path) -> None:
     plain = runner.run(QUICK, tmp_path / "plain")
     result = runner.run(quick(ema=0.9), tmp_path / "run")
@@ -159,6 +161,7 @@ def test_an_average_is_evaluated_and_saved_next_to_the_last_iterate(tmp_path: Pa
     assert evaluate(model, data.load().test, collate_fn=data.collate) == result.ema_accuracy
 
 
+@pytest.mark.slow
 def test_the_seed_alone_decides_the_weights(tmp_path: Path) -> None:
     for name, seed in [("a", 1), ("b", 1), ("c", 2), ("d", None), ("e", None)]:
         runner.run(quick(seed=seed), tmp_path / name)
@@ -167,6 +170,7 @@ def test_the_seed_alone_decides_the_weights(tmp_path: Path) -> None:
     assert not same(tmp_path / "d", tmp_path / "e")
 
 
+@pytest.mark.slow
 def test_secure_noise_is_an_option_of_the_spec_and_named_in_the_certificate(tmp_path: Path) -> None:
     runner.run(quick(secure_noise=True), tmp_path / "hardened")
     runner.run(quick(), tmp_path / "plain")
@@ -174,6 +178,7 @@ def test_secure_noise_is_an_option_of_the_spec_and_named_in_the_certificate(tmp_
     assert "half the sum of four" in json.loads((tmp_path / "hardened" / "certificate.json").read_text())["randomness"]
 
 
+@pytest.mark.slow
 def test_methods_of_equal_seed_share_initial_weights_draws_and_noise(tmp_path: Path) -> None:
     runner.run(quick(method="dpsgd"), tmp_path / "dpsgd")
     plain = MethodOptions(k=1, a=(), b=(1.0,))
@@ -181,6 +186,7 @@ def test_methods_of_equal_seed_share_initial_weights_draws_and_noise(tmp_path: P
     assert same(tmp_path / "dpsgd", tmp_path / "plain")
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_once_per_epoch_and_at_the_end(tmp_path: Path) -> None:
     record = Record()
     spec = quick(method="dpsgd", batch_size=6000, max_physical_batch_size=6500, steps=5)
@@ -193,6 +199,7 @@ def test_a_run_is_evaluated_once_per_epoch_and_at_the_end(tmp_path: Path) -> Non
     assert spent == sorted(spent) and spent[-1] == result.epsilon
 
 
+@pytest.mark.slow
 def test_the_training_loss_is_shown_only_on_request(tmp_path: Path) -> None:
     record = Record()
     runner.run(QUICK, tmp_path / "run", observer=record, show_sensitive=True)
@@ -203,12 +210,14 @@ def test_the_training_loss_is_shown_only_on_request(tmp_path: Path) -> None:
     assert "training loss" in json.loads((tmp_path / "run" / "certificate.json").read_text())["not_accounted_for"][-1]
 
 
+@pytest.mark.slow
 def test_showing_the_loss_does_not_change_the_training(tmp_path: Path) -> None:
     runner.run(QUICK, tmp_path / "quiet")
     runner.run(QUICK, tmp_path / "loud", show_sensitive=True)
     assert same(tmp_path / "quiet", tmp_path / "loud")
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_its_results(tmp_path: Path) -> None:
     result = runner.run(QUICK, tmp_path / "run", observer=StopAt(2, KeyboardInterrupt()))
     assert result.interrupted and (result.steps, result.planned_steps) == (2, 3)
@@ -221,6 +230,7 @@ def test_an_interrupted_run_keeps_its_results(tmp_path: Path) -> None:
     assert same(tmp_path / "run", tmp_path / "shorter")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [None, 2])
 def test_others_can_read_released_files_only(stop: int | None, tmp_path: Path) -> None:
     before = os.umask(0)
@@ -247,12 +257,14 @@ def test_a_folder_that_is_not_of_a_run_is_not_removed(name: str, tmp_path: Path)
     assert file.read_text() == '{"of": "somebody else"}'
 
 
+@pytest.mark.slow
 def test_an_error_after_a_release_leaves_a_certificate(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="fault"):
         runner.run(QUICK, tmp_path / "run", observer=StopAt(1, RuntimeError("fault")))
     assert json.loads((tmp_path / "run" / "certificate.json").read_text())["released_steps"] == 1
 
 
+@pytest.mark.slow
 def test_an_error_before_the_first_release_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: training.PrivateRun, batch: object) -> None:
         raise ValueError("refused")
@@ -278,6 +290,7 @@ def test_a_comparison_finds_an_error_in_its_last_method_before_it_trains(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_comparison_reports_the_runs_so_far(tmp_path: Path) -> None:
     specs = comparison(quick(), ["dpsgd", "dp-pmlf", "disk"])
     stop = _StopSecond()
@@ -299,6 +312,7 @@ class _StopSecond(SilentObserver):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_run_on_fewer_records_is_a_run_on_a_smaller_dataset(tmp_path: Path) -> None:
     result = runner.run(quick(records=300, noise_multiplier=None, epsilon=2.0), tmp_path / "run")
     certificate = json.loads((tmp_path / "run" / "certificate.json").read_text())
@@ -316,6 +330,7 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_model_is_checked_on_synthetic_inputs_and_on_records_only_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

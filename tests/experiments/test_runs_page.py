@@ -50,6 +50,7 @@ def report(folders: list[Path], out: Path) -> str:
     return out.read_text()
 
 
+@pytest.mark.slow
 def test_the_page_shows_accuracies_with_intervals_epsilon_cost_and_certificates(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,6 +71,7 @@ def test_the_page_shows_accuracies_with_intervals_epsilon_cost_and_certificates(
     assert page.count('class="interval"') == 6  # one evaluation alone has no band, but an interval
 
 
+@pytest.mark.slow
 def test_a_certificate_that_was_changed_is_shown_as_one_that_does_not_hold(runs: list[Path], tmp_path: Path) -> None:
     changed = tmp_path / "changed"
     shutil.copytree(runs[0], changed)

@@ -16,6 +16,7 @@ from pmlf.experiments.spec import RunSpec
 QUICK = RunSpec(model="linear", steps=2, batch_size=20, noise_multiplier=1.0, seed=0)
 
 
+@pytest.mark.slow
 def test_a_task_reads_the_published_splits_by_default() -> None:
     task = tasks.prepare(QUICK)
     loaded = data.load()
@@ -24,6 +25,7 @@ def test_a_task_reads_the_published_splits_by_default() -> None:
     assert name == "test" and torch.equal(test.images, loaded.test.images)
 
 
+@pytest.mark.slow
 def test_losses_are_the_cross_entropy_of_each_sample() -> None:
     task = tasks.prepare(QUICK)
     batch = data.collate(data.load().train.__getitems__([0, 5, 7]))
@@ -32,6 +34,7 @@ def test_losses_are_the_cross_entropy_of_each_sample() -> None:
     torch.testing.assert_close(task.losses(task.model, batch), expected)
 
 
+@pytest.mark.slow
 def test_the_holdout_splits_the_training_records_and_leaves_the_test_records_alone() -> None:
     task = tasks.prepare(RunSpec(**{**vars(QUICK), "holdout": 0.25}))
     kept, held = splits.holdout_indices(12_000, 0.25)
@@ -51,6 +54,7 @@ def test_the_holdout_depends_on_the_count_alone_and_mixes_the_records() -> None:
     assert set(held) < set(splits.holdout_indices(1000, 0.2)[1])
 
 
+@pytest.mark.slow
 def test_the_accountant_counts_the_records_that_are_left(tmp_path: Path) -> None:
     runner.run(RunSpec(**{**vars(QUICK), "holdout": 0.5}), tmp_path / "run")
     certificate = json.loads((tmp_path / "run" / "certificate.json").read_text())

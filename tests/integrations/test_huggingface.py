@@ -80,6 +80,7 @@ def trainer(folder: Path, model: nn.Module | None = None, **changed: Any) -> Pri
     )
 
 
+@pytest.mark.slow
 def test_a_private_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
     private = trainer(tmp_path, warmup_steps=2, optim="adamw_torch", weight_decay=0.1)
     private.train()
@@ -116,6 +117,7 @@ def test_a_private_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> Non
     assert private.certificate()["epsilon"] == run.certificate()["epsilon"]
 
 
+@pytest.mark.slow
 def test_a_resumed_training_ends_in_the_bits_of_one_that_was_not_stopped(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole")
     whole.train()
@@ -127,6 +129,7 @@ def test_a_resumed_training_ends_in_the_bits_of_one_that_was_not_stopped(tmp_pat
     assert os.stat(saved).st_mode & 0o077 == 0  # a state from which a run can resume is private
 
 
+@pytest.mark.slow
 def test_logs_and_files_hold_no_training_loss_and_no_gradient_norm(tmp_path: Path) -> None:
     private = trainer(tmp_path)
     output = private.train()
@@ -187,6 +190,7 @@ def test_the_loss_of_each_sample_is_the_models_own_loss_on_that_sample_alone(nam
     assert torch.allclose(losses, torch.stack(alone).double(), rtol=1e-6)  # some of their losses are in float32
 
 
+@pytest.mark.slow
 def test_an_own_loss_of_each_sample_is_used_and_a_mean_refused(tmp_path: Path) -> None:
     def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return outputs.logits.square().sum(1)
@@ -241,6 +245,7 @@ def test_packing_and_overridden_losses_are_refused(tmp_path: Path) -> None:
         Own(classifier(), arguments(tmp_path), privacy=PrivacyArguments(**PRIVACY), train_dataset=records())
 
 
+@pytest.mark.slow
 def test_micro_batches_of_similar_length_change_no_draw(tmp_path: Path) -> None:
     plain, grouped = trainer(tmp_path), trainer(tmp_path, train_sampling_strategy="group_by_length")
     plain.train()

@@ -34,6 +34,7 @@ def _ours(z: float, rate: float, steps: int) -> float:
     return accounting.epsilon(noise_multiplier=z, sample_rate=rate, steps=steps, delta=DELTA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("z", "rate", "steps"), GRID)
 def test_epsilon_agrees_with_dp_accounting_used_directly(z: float, rate: float, steps: int) -> None:
     direct = pld.privacy_loss_distribution.from_gaussian_mechanism(
@@ -54,6 +55,7 @@ def test_epsilon_agrees_with_opacus(z: float, rate: float, steps: int) -> None:
     assert _within_tolerance(_ours(z, rate, steps), theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("z", "rate", "steps"), [(0.4, 0.02, 2500), (0.4, 0.001, 100_000), (0.7, 0.05, 20_000)])
 def test_epsilon_agrees_where_the_budget_is_large(z: float, rate: float, steps: int) -> None:
     fine = pld.PLDAccountant(value_discretization_interval=5e-4)
@@ -62,6 +64,7 @@ def test_epsilon_agrees_where_the_budget_is_large(z: float, rate: float, steps: 
     assert _ours(z, rate, steps) == pytest.approx(theirs, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("z", "steps"), [(5.0, 100), (1.0, 1), (300.0, 1000), (1.0, 3000), (1e4, 1)])
 def test_full_batches_are_one_plain_gaussian(z: float, steps: int) -> None:
     """The exact curve of the Gaussian mechanism with mu = sqrt(T)/z (Balle and Wang, 2018)."""
@@ -83,6 +86,7 @@ def test_no_step_costs_nothing() -> None:
         assert accounting.delta(noise_multiplier=1, sample_rate=0.1, steps=0, epsilon=1.0, accountant=accountant) == 0
 
 
+@pytest.mark.slow
 def test_epsilon_rises_with_steps_and_falls_with_noise() -> None:
     by_steps = [_ours(1.0, 0.01, steps) for steps in (0, 1, 2, 3, 10, 11, 100, 101, 1000, 5000)]
     by_noise = [_ours(z, 0.01, 500) for z in (0.5, 0.51, 0.8, 1.0, 1.001, 2.0, 10.0, 100.0)]
@@ -104,6 +108,7 @@ def test_delta_inverts_epsilon() -> None:
     assert delta <= looser <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", accounting.ACCOUNTANTS)
 @pytest.mark.parametrize(("target", "rate", "steps"), RUNS)
 def test_calibration_never_overspends_and_is_tight(target: float, rate: float, steps: int, accountant: str) -> None:
@@ -128,6 +133,7 @@ class _OursForTheirSearch:
         return accounting.epsilon(noise_multiplier=math.exp(log_z), sample_rate=rate, steps=steps, delta=delta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "rate", "steps"), RUNS)
 def test_calibration_agrees_with_dp_accountings_search(target: float, rate: float, steps: int) -> None:
     theirs = dp_accounting.calibrate_dp_mechanism(
@@ -216,6 +222,7 @@ def test_a_target_out_of_reach_says_so() -> None:
         accounting.noise_multiplier(**{**TARGET, "target_epsilon": 1e30}, accountant="rdp")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("z", [0.02, 0.01, 0.0099, 1e-3, 1e-6])
 def test_next_to_no_noise_still_has_a_bound(z: float) -> None:
     spent = _ours(z, 0.1, 10)

@@ -30,6 +30,7 @@ def reference(plan: tuple[tuple[float, float, int], ...], delta: float) -> float
     return float(total.get_epsilon_for_delta(delta))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_epsilon_agrees_with_dp_accountings_composition(plan: tuple[tuple[float, float, int], ...]) -> None:
     events = {Event(noise_multiplier=z, sample_rate=rate): count for z, rate, count in plan}

@@ -37,6 +37,7 @@ def test_one_band_is_plain_poisson_sampling() -> None:
     assert cyclic(0.02, 100, 1) == (0.02, 100)
 
 
+@pytest.mark.slow
 def test_calibrated_noise_meets_the_target_by_the_independent_computation() -> None:
     z = accounting.noise_multiplier(target_epsilon=4.0, target_delta=1e-5, sample_rate=0.02, steps=100, bands=4)
     assert 3.98 < independent(z, 0.08, 25, 1e-5) <= 4.005

@@ -47,6 +47,7 @@ def test_the_steps_of_a_record_are_independent_of_each_other() -> None:
     assert stats.chi2_contingency(table).pvalue > 1e-7
 
 
+@pytest.mark.slow
 def test_groups_are_uniform_and_pairwise_independent() -> None:
     groups = np.stack([[len(Groups(1, 4, SecureRandomness()).at(g)) for g in range(4)] for _ in range(4000)])
     assert stats.chisquare(groups.sum(0)).pvalue > 1e-7

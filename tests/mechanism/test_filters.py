@@ -88,6 +88,7 @@ def _stable_filters(draw: st.DrawFn) -> tuple[list[float], list[float]]:
     return denominator[1:].tolist(), (b * denominator.sum() / b.sum()).tolist()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(_stable_filters())
 def test_memory_equals_scipy_for_random_stable_filters(coefficients: tuple[list[float], list[float]]) -> None:

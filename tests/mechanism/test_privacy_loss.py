@@ -55,6 +55,7 @@ def test_the_reference_is_exact_where_the_truth_is_known() -> None:
         assert found == pytest.approx(exact, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("z", "rate", "steps", "delta"), [*LONG, *ORDINARY])
 def test_no_epsilon_is_below_the_truth(z: float, rate: float, steps: int, delta: float) -> None:
     claimed = accounting.epsilon(noise_multiplier=z, sample_rate=rate, steps=steps, delta=delta)
@@ -92,6 +93,7 @@ def test_calibration_at_the_smallest_delta_is_kept_in_truth() -> None:
     assert 1.99 < true <= 2.0
 
 
+@pytest.mark.slow
 def test_a_record_hardly_ever_drawn_costs_nothing() -> None:
     assert privacy_loss.epsilon(1.0, 1e-4, 7, 1e-3) == 0.0
     assert privacy_loss.epsilon(1.0, 1e-9, 1000, 1e-5) == 0.0

@@ -86,6 +86,7 @@ def test_a_draw_serves_once() -> None:
         list(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_draws_without_a_seed_differ_and_each_is_loaded_as_drawn(workers: int) -> None:
     """A draw made twice, once for the loader and once for the caller, would mix up what is stepped."""
@@ -99,6 +100,7 @@ def test_draws_without_a_seed_differ_and_each_is_loaded_as_drawn(workers: int) -
     assert len(set(seen)) > len(seen) // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("randomness", [SecureRandomness(), SeededRandomness(1)])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_step_has_one_draw_however_often_it_is_asked_for(randomness: Randomness, workers: int) -> None:

@@ -31,6 +31,7 @@ def test_the_total_is_that_of_dp_accounting(name: str) -> None:
     assert found == pytest.approx(independent(1.5, 0.02, 300, 1e-5, 8.0, SHAPES[name]), rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_noise_meets_the_target_and_no_more(name: str) -> None:
     chosen = Selection(mean=5.0, distribution=name)
@@ -39,6 +40,7 @@ def test_the_noise_meets_the_target_and_no_more(name: str) -> None:
     assert independent(z * 0.999, 0.05, 100, 1e-5, 5.0, SHAPES[name]) > 3.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("mean", [1.0, 3.0, 20.0])
 def test_the_number_of_runs_has_the_distribution_that_is_paid_for(name: str, mean: float) -> None:

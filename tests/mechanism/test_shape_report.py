@@ -24,6 +24,7 @@ def test_the_variances_are_those_of_the_impulse_responses() -> None:
     assert report.filtered_power == pytest.approx(float(np.sum(filtered**2)), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_picture_is_written(tmp_path: Path) -> None:
     plot_shape(LOW_PASS, banded(2), tmp_path / "shape.png")
     assert (tmp_path / "shape.png").stat().st_size > 10_000

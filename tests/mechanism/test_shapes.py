@@ -96,6 +96,7 @@ def test_the_error_is_that_of_a_simulation(rates: tuple[float, ...], low_pass: L
     assert error(shape, load) == pytest.approx(math.sqrt(np.mean(ratios)), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rates", [(), tuple(np.linspace(1, 0, 16).tolist())])
 def test_no_other_shape_with_as_many_bands_has_a_smaller_error(rates: tuple[float, ...]) -> None:
     load = Workload(steps=16, rates=rates)
@@ -124,6 +125,7 @@ def test_the_best_number_of_bands_grows_with_epsilon_and_never_adds_noise() -> N
         assert choice.noise[choice.shape.bands] == min(choice.noise.values()) <= choice.noise[1]
 
 
+@pytest.mark.slow
 def test_best_considers_only_groups_that_can_fill_a_batch() -> None:
     assert set(best(records=1000, batch_size=400, steps=50, epsilon=8.0, delta=1e-4).noise) == {1, 2}
 

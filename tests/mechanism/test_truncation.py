@@ -31,6 +31,7 @@ def independent(z: float, largest: int) -> float:
     return float(accountant.compose(dp_accounting.SelfComposedDpEvent(event, STEPS)).get_epsilon(DELTA))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [LEAST, LEAST + 20, RECORDS])
 def test_epsilon_is_that_of_dp_accountings_truncated_event(largest: int) -> None:
     chance = accounting.overflow(records=RECORDS, batch_size=BATCH, largest_batch=largest)
@@ -40,6 +41,7 @@ def test_epsilon_is_that_of_dp_accountings_truncated_event(largest: int) -> None
     assert ours == pytest.approx(independent(0.9, largest), rel=3e-3)
 
 
+@pytest.mark.slow
 def test_epsilon_is_not_below_dp_accountings_where_cuts_are_frequent() -> None:
     largest, step = LEAST - 22, {"noise_multiplier": 0.9, "sample_rate": BATCH / RECORDS, "steps": STEPS}
     chance = accounting.overflow(records=RECORDS, batch_size=BATCH, largest_batch=largest)
@@ -54,6 +56,7 @@ def test_delta_includes_the_chance_of_a_cut() -> None:
     assert more == pytest.approx(50 * 1e-9 * (1 + np.exp(3.0)), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_calibrated_noise_meets_the_target_by_the_independent_computation() -> None:
     chance = accounting.overflow(records=RECORDS, batch_size=BATCH, largest_batch=LEAST)
     z = accounting.noise_multiplier(
@@ -78,6 +81,7 @@ def test_larger_draws_are_cut_to_a_uniform_part_of_them_and_others_are_not() -> 
     assert np.ptp(left) < 8 * np.sqrt(left.mean())  # no record is left more often than another
 
 
+@pytest.mark.slow
 def test_a_run_states_its_adjacency_and_holds(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with Ledger(path, dataset="records") as ledger:
@@ -96,6 +100,7 @@ def test_a_run_states_its_adjacency_and_holds(tmp_path: Path) -> None:
         examined(sealed(without))
 
 
+@pytest.mark.slow
 def test_a_seeded_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     whole = finish(private(seed=1, largest_batch=100))
     checkpoint.save(tmp_path / "state", finish(private(seed=1, largest_batch=100), 3).state_dict())
@@ -119,6 +124,7 @@ def test_what_is_not_argued_is_refused_by_name(options: Any, message: str) -> No
         private(**options)
 
 
+@pytest.mark.slow
 def test_the_command_line_accounts_for_a_cut(capsys: pytest.CaptureFixture[str]) -> None:
     setting = ("--records", "2000", "--batch-size", "100", "--steps", "50", "--epsilon", "4", "--delta", "1e-5")
     assert main(["account", *setting, "--largest-batch", str(LEAST), "--json"]) == 0

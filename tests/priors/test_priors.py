@@ -38,6 +38,7 @@ def records(count: int, *, side: int = 32, channels: int = 3) -> NDArray[np.uint
     return np.random.default_rng(5).integers(0, 256, (count, channels, side, side), dtype=np.uint8)
 
 
+@pytest.mark.slow
 def test_features_are_the_same_alone_and_in_any_batch(prior: ImagePrior) -> None:
     images = records(9)
     together = prior(images)
@@ -86,6 +87,7 @@ def test_blocks_cover_all_columns_in_order(prior: ImagePrior) -> None:
     assert all((block.eigenvalues > 0).all() for block in prior.blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mirrors", [True, False])
 def test_a_mirror_image_has_the_same_features_only_if_the_spec_says_so(mirrors: bool) -> None:
     prior = ImagePrior.make(replace(SPEC, mirrors=mirrors))
@@ -94,6 +96,7 @@ def test_a_mirror_image_has_the_same_features_only_if_the_spec_says_so(mirrors: 
     assert close == mirrors
 
 
+@pytest.mark.slow
 def test_equal_specs_make_equal_priors_and_seeds_differ(prior: ImagePrior) -> None:
     images = records(2)
     assert np.array_equal(ImagePrior.make(SPEC)(images), prior(images))
@@ -101,6 +104,7 @@ def test_equal_specs_make_equal_priors_and_seeds_differ(prior: ImagePrior) -> No
     assert replace(SPEC, seed=4).digest() != SPEC.digest()
 
 
+@pytest.mark.slow
 def test_a_prior_from_the_cache_is_the_prior_that_was_made(prior: ImagePrior) -> None:
     images = records(2)
     made = ImagePrior.load(SPEC)
@@ -109,6 +113,7 @@ def test_a_prior_from_the_cache_is_the_prior_that_was_made(prior: ImagePrior) ->
     assert np.array_equal(read(images), prior(images))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("side", "channels"), [(28, 1), (28, 3), (96, 3), (224, 1)])
 def test_a_prior_takes_images_of_any_size_and_channels(side: int, channels: int) -> None:
     blocks = BLOCKS if channels == 3 else BLOCKS[:2]
@@ -151,6 +156,7 @@ def test_a_spec_out_of_range_is_refused(changes: dict[str, int], message: str) -
         PriorSpec(**{"image_size": 32, **changes})
 
 
+@pytest.mark.slow
 def test_extraction_equals_the_prior_and_is_done_once(prior: ImagePrior, monkeypatch: pytest.MonkeyPatch) -> None:
     images = records(258)
     seen: list[tuple[int, int]] = []

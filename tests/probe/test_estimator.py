@@ -37,6 +37,7 @@ def fitted() -> PrivateProbe:
     return PrivateProbe(classes=3, epsilon=2.0, random_state=1).fit(*classified())
 
 
+@pytest.mark.slow
 def test_three_classes_are_learned_within_the_budget(fitted: PrivateProbe) -> None:
     assert fitted.score(*classified(seed=5)) > 0.85
     assert 1.99 < fitted.epsilon_ <= 2.0
@@ -69,6 +70,7 @@ def test_a_certificate_that_hides_a_query_is_refused(fitted: PrivateProbe, forge
     assert certificate.examined(document)[1] is not None
 
 
+@pytest.mark.slow
 def test_two_labels_several_labels_and_numbers_are_learned() -> None:
     X, y = classified(2)
     assert PrivateProbe(head="sigmoid", classes=2, epsilon=4.0, random_state=0).fit(X, y).score(X, y) > 0.85
@@ -80,6 +82,7 @@ def test_two_labels_several_labels_and_numbers_are_learned() -> None:
     assert line.fit(X, numbers).score(X, numbers) > 0.5
 
 
+@pytest.mark.slow
 def test_blocks_with_public_eigenvalues_and_poisson_batches_are_one_plan() -> None:
     X, y = classified()
     blocks = (
@@ -93,6 +96,7 @@ def test_blocks_with_public_eigenvalues_and_poisson_batches_are_one_plan() -> No
     assert 3.99 < probe.epsilon_ <= 4.0
 
 
+@pytest.mark.slow
 def test_every_event_is_in_the_ledger_before_its_noise_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +147,7 @@ def test_a_resumed_seeded_training_ends_with_the_same_weights() -> None:
     assert second.budget.run_events == 8
 
 
+@pytest.mark.slow
 def test_trainings_side_by_side_end_as_each_does_alone() -> None:
     """With different plans, also one that is shorter, one without queries, and one with batches of its own."""
     X, y = classified()
@@ -225,6 +230,7 @@ def test_a_fitted_probe_holds_no_record(fitted: PrivateProbe) -> None:
     assert abs(len(pickle.dumps(few)) - len(pickle.dumps(fitted))) < 100
 
 
+@pytest.mark.slow
 def test_it_clones_and_works_in_a_pipeline_and_in_cross_validation() -> None:
     X, y = classified()
     probe = PrivateProbe(classes=3, epsilon=4.0, steps=10, random_state=0)

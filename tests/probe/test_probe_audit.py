@@ -81,20 +81,24 @@ def centred_for_free(features: Features) -> SensitiveSum:
     return SensitiveSum(values=(centred / centred.norm(dim=1, keepdim=True)).sum(0), sensitivity=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("query", [mean, moments])
 def test_the_attack_stays_below_the_claim_and_comes_near_it(query: Query) -> None:
     found = attacked(query, spread(), 1e3 * FIRST)
     assert found - 3 * ERROR <= CLAIM <= found + 3 * ERROR
 
 
+@pytest.mark.slow
 def test_moments_without_clipping_are_caught() -> None:
     assert attacked(unclipped_moments, spread(), FIRST) - 3 * ERROR > CLAIM
 
 
+@pytest.mark.slow
 def test_a_mean_that_is_subtracted_without_accounting_is_caught() -> None:
     assert attacked(centred_for_free, clustered(), -FIRST) - 3 * ERROR > CLAIM
 
 
+@pytest.mark.slow
 def test_division_by_a_private_number_of_records_is_caught() -> None:
     """The probe's own sum divided by a public number stays below the claim, by the records' own number it does not."""
     assert attacked(mean, clustered(), -FIRST, divide=lambda n: float(N)) - 3 * ERROR <= CLAIM

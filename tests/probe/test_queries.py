@@ -260,6 +260,7 @@ def test_no_record_moves_a_sum_by_more_than_its_sensitivity(name: str) -> None:
             assert moved(query, one.features, one.targets, record, target) <= 1 + 1e-4
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**20), size=st.floats(-8, 8), spread=st.floats(-9, 0))
 def test_records_found_by_search_move_no_sum_too_far(seed: int, size: float, spread: float) -> None:

@@ -38,6 +38,7 @@ def results(folder: Path) -> dict[str, object]:
     return {**files, **spent, **rest, "course": course}
 
 
+@pytest.mark.slow
 def test_a_failing_job_does_not_stop_the_others(tmp_path: Path) -> None:
     todo = [jobs.job(spec, tmp_path) for spec in (BROKEN, SPEC)]
     listener = RecordingListener()
@@ -48,6 +49,7 @@ def test_a_failing_job_does_not_stop_the_others(tmp_path: Path) -> None:
     assert [jobs.finished(job.folder) for job in todo] == [False, True]
 
 
+@pytest.mark.slow
 def test_a_complete_job_stays_unchanged(tmp_path: Path) -> None:
     job = jobs.job(SPEC, tmp_path)
     jobs.run_job(job, lambda progress: None)
@@ -125,6 +127,7 @@ def test_ctrl_c_stops_the_processes_and_loses_nothing(tmp_path: Path) -> None:
     assert not jobs.finished(job.folder) and (job.folder / "checkpoint.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_last_step_keeps_the_run_and_starts_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

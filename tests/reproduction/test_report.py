@@ -261,6 +261,7 @@ def test_latex_is_balanced_and_escapes_what_it_must() -> None:
     assert body.count("{") == body.count("}")
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_of_every_chart(tmp_path: Path) -> None:
     table = document(artifact="table-3", axis="epsilon")
     written = pictures.draw([Record(document()), Record(table)], tmp_path)

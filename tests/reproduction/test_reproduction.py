@@ -33,6 +33,7 @@ def run(one: ReproductionPlan) -> tuple[dict[str, object], RecordingListener, li
     return json.loads(one.record_path.read_text()), listener, failed
 
 
+@pytest.mark.slow
 def test_the_record_holds_every_run_with_its_certificate_and_command(tmp_path: Path) -> None:
     record, listener, failed = run(plan(tmp_path))
     assert not failed and len(listener.began_keys) == 4
@@ -47,6 +48,7 @@ def test_the_record_holds_every_run_with_its_certificate_and_command(tmp_path: P
             assert one["cost"]["machine"]["cores"]
 
 
+@pytest.mark.slow
 def test_complete_runs_are_not_repeated_and_more_seeds_add_to_them(tmp_path: Path) -> None:
     first, _, _ = run(plan(tmp_path))
     again, listener, _ = run(plan(tmp_path))
@@ -55,6 +57,7 @@ def test_complete_runs_are_not_repeated_and_more_seeds_add_to_them(tmp_path: Pat
     assert len(listener.began_keys) == 2 and [len(cell["runs"]) for cell in more["cells"]] == [3, 3]
 
 
+@pytest.mark.slow
 def test_tuning_chooses_by_held_out_records_and_ends_on_all_of_them(tmp_path: Path) -> None:
     record, listener, failed = run(plan(tmp_path, "tuned", seeds=1))
     assert not failed and len(listener.began_keys) == 2 * len(PANEL.rates) + 2
@@ -81,6 +84,7 @@ def test_of_equally_good_rates_the_smallest_is_chosen(tmp_path: Path, monkeypatc
     assert reproduction.chosen_rate(one, one.cells[0], {}) is None
 
 
+@pytest.mark.slow
 def test_a_trial_is_the_beginning_of_a_final_run_with_its_noise(tmp_path: Path) -> None:
     record, _, _ = run(plan(tmp_path, "tuned", seeds=1))
     for cell in record["cells"]:
@@ -91,6 +95,7 @@ def test_a_trial_is_the_beginning_of_a_final_run_with_its_noise(tmp_path: Path) 
             assert planned == 4  # the steps that its noise is calibrated for
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["shared", "tuned"])
 def test_runs_in_a_record_stay_there(protocol: str, tmp_path: Path) -> None:
     first, _, _ = run(plan(tmp_path, protocol))
@@ -101,6 +106,7 @@ def test_runs_in_a_record_stay_there(protocol: str, tmp_path: Path) -> None:
     assert json.loads(plan(tmp_path, protocol).record_path.read_text()) == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["result.json", "certificate.json", "machine.json"])
 def test_a_damaged_folder_is_a_failure_by_name_and_stops_nothing_else(damage: str, tmp_path: Path) -> None:
     one = plan(tmp_path, seeds=1)
@@ -115,6 +121,7 @@ def test_a_damaged_folder_is_a_failure_by_name_and_stops_nothing_else(damage: st
     assert [len(cell["runs"]) for cell in record["cells"]] == [0, 1]
 
 
+@pytest.mark.slow
 def test_two_processes_can_write_one_record(tmp_path: Path) -> None:
     one = plan(tmp_path, seeds=1)
     run(one)
@@ -156,6 +163,7 @@ def test_an_interrupted_artifact_leaves_a_record_of_what_was_run(tmp_path: Path)
     assert [len(cell["runs"]) for cell in record["cells"]] == [1, 0]
 
 
+@pytest.mark.slow
 def test_the_record_is_up_to_date_after_every_run(tmp_path: Path) -> None:
     one, recorded = plan(tmp_path), []
 
@@ -168,6 +176,7 @@ def test_the_record_is_up_to_date_after_every_run(tmp_path: Path) -> None:
     assert len(recorded) > 1 and recorded == list(range(1, len(recorded) + 1))
 
 
+@pytest.mark.slow
 def test_a_seed_gives_methods_the_same_weights_and_batches(tmp_path: Path) -> None:
     """With k = 1 and no filter the ablation is DPSGD: equal models show equal initial weights, batches and noise."""
     plain = replace(PANEL.variants[0], label="plain", method="dp-pmlf-without-lf")

@@ -69,6 +69,7 @@ def test_sum_and_count_cost_one_gaussian_by_an_independent_accountant() -> None:
     assert ours == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-6) and z_sum > z
 
 
+@pytest.mark.slow
 def test_the_noise_of_sum_and_count_is_what_is_accounted_for() -> None:
     z, clip = 2.0, 0.5
     private_step = step(z, clip)
@@ -96,6 +97,7 @@ def test_rounding_of_norms_at_the_clip_norm_does_not_move_the_count_by_a_sample(
     assert abs(counted_within(norms, 1.0) - counted_within(norms * (1 + 1e-7), 1.0)) < 0.1
 
 
+@pytest.mark.slow
 def test_a_seeded_run_resumes_with_the_same_bits_and_clip_norm(tmp_path: Any) -> None:
     whole = finish(private(seed=1, adaptive_clipping=AdaptiveClipping()))
     checkpoint.save(tmp_path / "state", finish(private(seed=1, adaptive_clipping=AdaptiveClipping()), 3).state_dict())

@@ -40,6 +40,7 @@ def flat(model: nn.Module | None) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
 
 
+@pytest.mark.slow
 def test_the_average_is_the_weighted_mean_of_the_released_iterates() -> None:
     run, iterates = private(), []
     assert run.averaged_model() is None

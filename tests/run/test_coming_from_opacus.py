@@ -44,6 +44,7 @@ def private_on(loader: Any, **options: Any) -> pmlf.PrivateRun:
     return small_runs.private(dataset=loader, batch_size=None, **options)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_loader_is_the_run_on_what_is_in_it() -> None:
     data = small_runs.dataset()
     models = small_runs.small(), small_runs.small()
@@ -220,6 +221,7 @@ def test_epochs_share_out_all_steps(records: int, size: float, steps: int) -> No
     assert all(abs(end - epoch * records / size) < 1 for epoch, end in enumerate(ends[:-1], start=1))
 
 
+@pytest.mark.slow
 def test_a_loop_over_epochs_takes_every_step_and_ends_with_the_last() -> None:
     run = small_runs.private(batch_size=50, steps=None, epochs=2.6)
     seen = []

@@ -60,6 +60,7 @@ def weights(run: PrivateRun) -> Tensor:
 # --- what is spent
 
 
+@pytest.mark.slow
 def test_a_run_is_accounted_for_by_the_steps_that_a_record_can_be_in() -> None:
     run = go(start())
     z, rate, events = run.private_step.settings.noise_multiplier, BANDS * BATCH / RECORDS, math.ceil(STEPS / BANDS)
@@ -75,6 +76,7 @@ def test_steps_count_for_their_own_group_alone() -> None:
     assert events == [1 + step // BANDS for step in range(STEPS)]
 
 
+@pytest.mark.slow
 def test_repeated_steps_count_again_and_the_budget_ends_before_a_group_has_too_many() -> None:
     run = go(start(), 9)
     state = run.state_dict()
@@ -110,6 +112,7 @@ def test_adam_after_shaped_noise_is_allowed_and_warned_of() -> None:
     assert run.steps_done == STEPS and run.epsilon() <= 3.0
 
 
+@pytest.mark.slow
 def test_a_ledger_of_white_noise_is_written_as_before(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with Ledger(path, dataset="records") as ledger:
@@ -120,6 +123,7 @@ def test_a_ledger_of_white_noise_is_written_as_before(tmp_path: Path) -> None:
 # --- resuming
 
 
+@pytest.mark.slow
 def test_a_seeded_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     whole = go(start(seed=1))
     checkpoint.save(tmp_path / "state", go(start(seed=1), 6).state_dict())

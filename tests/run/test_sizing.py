@@ -32,6 +32,7 @@ def test_the_peak_is_that_of_the_tensors_alive_at_one_time() -> None:
     assert sizing.peak_bytes(three_then_one, torch.device("cpu")) == 12_000
 
 
+@pytest.mark.slow
 def test_more_free_memory_never_gives_a_smaller_size_and_little_is_kept_to() -> None:
     step, example = step_of(convolution()), images(3, 8, 8)(32)
     needed = sizing.peak_bytes(lambda: (step.accumulate(example), step.discard()), torch.device("cpu"))

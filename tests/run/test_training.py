@@ -21,6 +21,7 @@ from pmlf import PrivateRun, methods
 from small_runs import dataset, finish, loss, private, small, weights
 
 
+@pytest.mark.slow
 def test_the_ten_lines_of_the_contract_run() -> None:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -63,12 +64,14 @@ def test_a_certificate_tells_the_planned_and_the_released_steps_apart() -> None:
     assert released["pld"] < planned["pld"] <= 2.0
 
 
+@pytest.mark.slow
 def test_steps_round_up_to_cover_the_epochs() -> None:
     assert private(steps=None, epochs=2, batch_size=50).steps == math.ceil(2 * 120 / 50)
     assert private(steps=None, epochs=3, batch_size=40).steps == 9
     assert private(steps=None, epochs=0.1, batch_size=1).steps == 12
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights_whatever_the_micro_batches_and_none_differs() -> None:
     one, two = finish(private(seed=5)), finish(private(seed=5))
     assert torch.equal(weights(one.model), weights(two.model))
@@ -79,12 +82,14 @@ def test_the_same_seed_gives_the_same_weights_whatever_the_micro_batches_and_non
     assert one.certificate()["reproducible_noise"] and not private().certificate()["reproducible_noise"]
 
 
+@pytest.mark.slow
 def test_workers_and_collate_function_change_nothing() -> None:
     plain = finish(private(seed=5))
     loaded = finish(private(seed=5, num_workers=1, collate_fn=torch.utils.data.default_collate))
     assert torch.equal(weights(plain.model), weights(loaded.model))
 
 
+@pytest.mark.slow
 def test_learning_happens_and_empty_batches_are_steps() -> None:
     options = {"batch_size": 200, "steps": 60, "target_epsilon": 8.0, "target_delta": 1e-4}
     run = finish(private(dataset=dataset(2000), seed=1, max_physical_batch_size=300, **options))
@@ -239,6 +244,7 @@ def test_a_failing_step_spends_nothing_and_the_run_goes_on() -> None:
     assert torch.equal(weights(finish(run).model), weights(finish(private(seed=2)).model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_resume_from_state_yields_identical_results(optimizer: str) -> None:
     def start() -> PrivateRun:
@@ -352,6 +358,7 @@ def test_noise_is_calibrated_to_the_run() -> None:
     ) == pytest.approx(3.0, rel=0.01)
 
 
+@pytest.mark.slow
 def test_samples_are_numbered_by_their_index_for_augmentation() -> None:
     """A record has the same uniforms in one step, however the draw is cut into micro-batches."""
 

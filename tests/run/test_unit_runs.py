@@ -63,6 +63,7 @@ def test_a_certificate_whose_units_do_not_agree_is_refused(changes: dict[str, An
     assert said in answer
 
 
+@pytest.mark.slow
 def test_a_ledger_holds_runs_of_one_unit_of_privacy(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with Ledger(path, dataset="visits") as ledger:
@@ -148,6 +149,7 @@ TRAIN = [*OWN, "--unit-column", "patient_id"]
 SHORT = ["--batch-size", "20", "--steps", "3", "--epsilon", "3", "--delta", "1e-3", "--json"]
 
 
+@pytest.mark.slow
 def test_train_protects_the_units_of_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, out = write_visits(tmp_path / "visits.csv"), tmp_path / "run"
     assert main(["train", "--dataset", str(table), *TRAIN, *SHORT, "--holdout", "0.2", "--out", str(out)]) == 0

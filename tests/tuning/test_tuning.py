@@ -71,6 +71,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TuningResult]
     return out, run(accounted(), out)
 
 
+@pytest.mark.slow
 def test_the_total_claimed_is_that_of_dp_accounting(tuned: tuple[Path, TuningResult]) -> None:
     out, result = tuned
     document = json.loads((out / "best" / "certificate.json").read_text())
@@ -88,6 +89,7 @@ def test_the_total_claimed_is_that_of_dp_accounting(tuned: tuple[Path, TuningRes
     assert "best of several runs" in page(document) and "for one trial alone" in page(document)
 
 
+@pytest.mark.slow
 def test_only_the_best_trial_is_left(tuned: tuple[Path, TuningResult]) -> None:
     out, result = tuned
     assert sorted(path.name for path in out.iterdir()) == ["best", "result.json", "tuning.json"]
@@ -110,6 +112,7 @@ def test_a_certificate_that_claims_less_than_all_trials_does_not_hold(
     assert examined(sealed({**document, **change}))[1] is not None
 
 
+@pytest.mark.slow
 def test_no_trial_is_possible_and_costs_the_same(tmp_path: Path) -> None:
     plan = replace(accounted(), selection=Selection(mean=3.0, distribution="poisson"))
     with_draws(plan, tmp_path, [])
@@ -118,6 +121,7 @@ def test_no_trial_is_possible_and_costs_the_same(tmp_path: Path) -> None:
     assert run(plan, tmp_path).best is None
 
 
+@pytest.mark.slow
 def test_the_trials_are_drawn_as_the_selection_says() -> None:
     plan = TuningPlan(base=replace(BASE, seed=None), grid=GRID, mode="accounted", selection=Selection(mean=4.0))
     drawn = [plan.draws() for _ in range(1000)]
@@ -207,6 +211,7 @@ def test_trials_and_final_run_have_no_record_in_common() -> None:
     assert not seen & used and len(seen) == 150 and len(used) == 350
 
 
+@pytest.mark.slow
 def test_held_out_tuning_states_what_its_records_pay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", "linear", "--records", "500", "--batch-size", "40", "--steps", "3", "--seed", "1"]
     options += ["--grid", "lr=0.5,2", "--share", "0.5"]
@@ -223,6 +228,7 @@ def test_held_out_tuning_states_what_its_records_pay(tmp_path: Path, capsys: pyt
     assert json.loads(capsys.readouterr().out) == found
 
 
+@pytest.mark.slow
 def test_unaccounted_tuning_is_said_in_the_certificate(tmp_path: Path) -> None:
     result = run(TuningPlan(base=BASE, grid=GRID, mode="unaccounted"), tmp_path)
     document = json.loads((tmp_path / "best" / "certificate.json").read_text())
@@ -230,6 +236,7 @@ def test_unaccounted_tuning_is_said_in_the_certificate(tmp_path: Path) -> None:
     assert result.tuning_epsilon is None and len(result.trials) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -59,7 +59,7 @@ class Ledger:
     >>> with Ledger(path, dataset="patients") as ledger:
     ...     ledger.spend(session, step=0)
     >>> read(path, dataset="patients").events
-    Counter({Event(noise_multiplier=1.0, sample_rate=0.1): 1})
+    Counter({Event(noise_multiplier=1.0, sample_rate=0.1, overflow=0.0): 1})
     """
 
     on_disk = True
