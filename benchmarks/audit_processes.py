@@ -45,7 +45,8 @@ VARIANTS = ("together", "shares of noise", "draws by itself")
 def scores(variant: str, included: Any, rank: int, noise_multiplier: float, method: str) -> Any:
     """Each canary's coordinate of the released sums, added over the steps, as rank 0 sees them."""
     dataset, model = CanaryDataset(included), linear_model(len(included))
-    own = np.array([coordinate for coordinate in dataset if variant == "draws by itself" or coordinate % 2 == rank])
+    drawn = np.array([dataset[place] for place in range(len(dataset))])
+    own = drawn if variant == "draws by itself" else drawn[drawn % 2 == rank]
     alone = variant == "shares of noise"
     step = PrivateStep(
         model,
