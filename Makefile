@@ -1,3 +1,4 @@
+# Tests run in two processes of one thread each.
 # The environment is in .venv. It is rebuilt when it is missing or when pyproject.toml or constraints.txt change.
 
 PYTHON ?= python3
@@ -23,10 +24,10 @@ test: .make/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo > .make/imports.txt || { cat .make/imports.txt; exit 1; }
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 quick: .make/dev
-	$(BIN)/pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
 
 docs: .make/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -30,6 +30,7 @@ pytestmark = [
 transformers.logging.set_verbosity_error()
 
 RELATIVE, OF_CLIP_NORM = 1e-4, 3e-6
+MOST_ALIKE = 1e3  # condition of the samples' directions, beyond which lengths cannot be told apart
 BETA = 0.5
 RUNNING = [name for name, real in REAL.items() if real.path in ("rules", "autograd")]
 OTHERS = [name for name, real in REAL.items() if real.path not in ("rules", "autograd")]
@@ -105,6 +106,10 @@ def compare(name: str, *, k: int, releases: int = 3, assumed: bool = True, gradi
             off = float((found.flatten() - expected).norm())
             assert off <= RELATIVE * float(expected.norm()) + OF_CLIP_NORM * clip_norm, f"{parameter}, release {t}"
         units = v / v.norm(dim=1, keepdim=True)
+        if (
+            t > 0 and float(torch.linalg.cond(units)) > MOST_ALIKE
+        ):  # samples with one gradient have no length of their own
+            continue
         lengths = torch.linalg.lstsq(units.T, torch.cat([found.flatten() for found in ours])[:, None]).solution[:, 0]
         assert torch.allclose(lengths, factors * v.norm(dim=1), rtol=RELATIVE, atol=0.0), f"norms, release {t}"
         with torch.no_grad():
