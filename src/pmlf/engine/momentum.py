@@ -184,14 +184,7 @@ class SampleMomentum:
         others = [name for name in names if name in self._touched and name not in late]
         squared, slack = self._squared_norms(others)
         norms, scales, ordinary = squared.clone(), list[Tensor](), list[Tensor]()
-        for start in range(0, self._samples, step):
-            chosen = slice(start, min(start + step, self._samples))
-            some, formed = norms[chosen], {name: self._gradients[name].formed(chosen) for name in late}
-            for part in formed.values():
-                some += squared_norms(part).to(some)
-            some.sqrt_()
-            if slack is not None:
-                some += slack[chosen]
+        for chosen, some, formed in self._slices(norms, slack, late, step):
             scale = clip_factors(some, clip_norm, clipping)
             fine = scale >= _SMALLEST_FACTOR  # which NaN is not
             if slack is not None:
@@ -202,6 +195,21 @@ class SampleMomentum:
             ordinary.append(fine)
         flags, scale = (each[0] if len(each) == 1 else torch.cat(each) for each in (ordinary, scales))
         return _Taken(norms, scale, flags.all(), squared, slack, late, step)
+
+    def _slices(
+        self, norms: Tensor, slack: Tensor | None, late: Sequence[str], step: int
+    ) -> Iterator[tuple[slice, Tensor, dict[str, Tensor]]]:
+        """Some samples at a time, with their norms over all parameters and the gradients that are formed late. `norms`
+        has squares over the other parameters, and has norms afterwards."""
+        for start in range(0, self._samples, step):
+            chosen = slice(start, min(start + step, self._samples))
+            some, formed = norms[chosen], {name: self._gradients[name].formed(chosen) for name in late}
+            for part in formed.values():
+                some += squared_norms(part).to(some)
+            some.sqrt_()
+            if slack is not None:
+                some += slack[chosen]
+            yield chosen, some, formed
 
     def _finished(self, taken: _Taken) -> _Clipped:
         for name in taken.late:
@@ -216,21 +224,14 @@ class SampleMomentum:
         others = [name for name in names if name in self._touched and name not in late]
         scales: list[Tensor] = []
         aside: list[int] = []
-        for start in range(0, self._samples, step):
-            chosen = slice(start, min(start + step, self._samples))
-            some, formed = norms[chosen], {name: self._gradients[name].formed(chosen) for name in late}
-            for part in formed.values():
-                some += squared_norms(part).to(some)
-            some.sqrt_()
-            if slack is not None:
-                some += slack[chosen]
+        for chosen, some, formed in self._slices(norms, slack, late, step):
             scale, refused = finite_factors(some, clip_norm, clipping)
             if slack is not None:
                 rounded = scale * slack[chosen] > _LARGEST_ROUNDING * clip_norm
                 for row in rounded.nonzero().flatten().tolist():
                     late_rows = [part[row : row + 1] for part in formed.values()]
-                    some[row], scale[row] = self._add_alone(start + row, others, late_rows, clip_norm, clipping)
-                    aside.append(start + row)
+                    some[row], scale[row] = self._add_alone(chosen.start + row, others, late_rows, clip_norm, clipping)
+                    aside.append(chosen.start + row)
                     refused = scale == 0.0
             for name, part in formed.items():
                 self._gradients[name].add_clipped(part, scale, refused)
