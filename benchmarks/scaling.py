@@ -91,8 +91,8 @@ def started(name: str, steps: int, processes: int) -> dict[str, float]:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
     command = [sys.executable, *launcher, __file__, "--child", name, "--steps", str(steps)]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found: list[dict[str, float]] = [json.loads(line) for line in shown.splitlines() if line.startswith("{")]
-    return next(each for each in found if each["rank"] == 0)
+    found: dict[str, float] = json.loads(next(line for line in shown.splitlines() if line.startswith("{")))
+    return found
 
 
 def main() -> None:
@@ -103,7 +103,9 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child is not None:
-        print(json.dumps(measured(given.child, given.steps)), flush=True)
+        found = measured(given.child, given.steps)
+        if found["rank"] == 0:  # two processes that print at once may share a line
+            print(json.dumps(found), flush=True)
         return
     document: dict[str, Any] = {"torch": torch.__version__, "steps": given.steps}
     for name in ("cnn5", "transformer"):
