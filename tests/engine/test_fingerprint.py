@@ -41,3 +41,9 @@ def test_rows_that_change_places_change_the_digest(shape: tuple[int, int]) -> No
     assert bit_digest(values.flip(0)) != bit_digest(values)
     assert bit_digest(values.flip(1)) != bit_digest(values)
     assert bit_digest(values.roll(1, 0)) != bit_digest(values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_numbers_that_change_their_signs_change_the_digest(dtype: torch.dtype) -> None:
+    values = torch.randn(64, 64).to(dtype)
+    assert bit_digest(-values) != bit_digest(values)

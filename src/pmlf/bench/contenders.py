@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,17 @@ from pmlf.methods import Method
 
 CLIP_NORM = 1.0
 _TINY_NOISE = 1e-9  # takes as long to draw as any noise, and leaves the clipped sum readable
+_MICRO_BATCHES = 4  # of the logical batch that a micro-batch is taken to be of: one sample of it is watched
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """A contender with its model. `gradient` and `release` are timed. They return the clipped sum if they have it."""
+    """A contender with its model. `gradient` and `release` are timed. They return the clipped sum, over `divisor`, if
+    they have it."""
 
     gradient: Callable[[], Sequence[Tensor]]
     release: Callable[[], Sequence[Tensor]] | None = None
+    divisor: int = 1
     clear: Callable[[], None] = lambda: None
 
 
@@ -141,13 +145,14 @@ def _pmlf(method: Method, *, whole_step: bool = False) -> Callable[[nn.Module, B
 
     def prepare(model: nn.Module, batch: Batch, micro_batches: int) -> Runner:
         repeats = micro_batches if whole_step else 1
+        expected = len(batch[1]) * (micro_batches if whole_step else _MICRO_BATCHES)
         step = PrivateStep(
             model,
             losses,
             method=method,
             clip_norm=CLIP_NORM,
             noise_multiplier=1.0 if whole_step else _TINY_NOISE,
-            expected_batch_size=repeats * len(batch[1]) if whole_step else 1,  # 1: the release is the clipped sum
+            expected_batch_size=expected,
             cycle=method.noise.bands,
         )
         for _ in range(method.points.depth):  # releases of empty batches, until all past iterates exist
@@ -165,7 +170,8 @@ def _pmlf(method: Method, *, whole_step: bool = False) -> Callable[[nn.Module, B
                 return ()
             return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
-        return Runner(gradient=gradient, release=release, clear=lambda: model.zero_grad(set_to_none=True))
+        clear = partial(model.zero_grad, set_to_none=True)
+        return Runner(gradient=gradient, release=release, divisor=expected, clear=clear)
 
     return prepare
 

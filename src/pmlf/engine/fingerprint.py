@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pmlf.engine.arithmetic import on_host
 from pmlf.engine.questions import Questions
 
-_ROW = 4096  # words: their weights stay in the cache
+_ROW = 1024  # words: their weights stay in the cache
 _WEIGHTS = torch.randint(-(2**62), 2**62, (_ROW,), generator=torch.Generator().manual_seed(0)) | 1
 
 
@@ -85,8 +86,8 @@ def bit_digest(tensor: Tensor) -> int:
 def digest(tensor: Tensor) -> Tensor:
     """A number from a tensor's memory in 64-bit words and their places, modulo 2^64; no copy is made.
 
-    It is cheap, not cryptographic: weighted sums over rows and over columns of the words. Numbers that change places
-    change it too, unless every row and every column keeps its sum.
+    It is cheap, not cryptographic: a sum of words with odd weights, so that one word that changes always changes it.
+    Numbers that change places, or many that change, leave it as it was by rare chance only.
     """
     tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -95,6 +96,8 @@ def digest(tensor: Tensor) -> Tensor:
         flat = flat.clone()
     odd = flat.numel() % each
     words = (flat[:-odd] if odd else flat).view(torch.int64)
+    if each == 1:  # modulo 2^64 the signs of two float64 would make up for each other: put them into lower bits too
+        words = words ^ (words >> 32)
     found = _of_words(words)
     return found if not odd else found + 31 * flat[-odd:].view(torch.uint8).sum()
 
@@ -105,8 +108,11 @@ def _of_words(words: Tensor) -> Tensor:
         return (words * weights[: len(words)]).sum()
     whole = len(words) // _ROW
     rows = words[: whole * _ROW].view(whole, _ROW)
-    of_rows = rows.sum(1) * torch.arange(1, 2 * whole, 2, device=words.device)
-    found = of_rows.sum() + (rows.sum(0) * weights).sum()
+    numbers = torch.arange(1, 2 * whole, 2, device=words.device)
+    if on_host(words):
+        found = ((rows @ weights) * numbers).sum()
+    else:  # accelerators have no products of integers
+        found = (rows.sum(1) * numbers).sum() + (rows.sum(0) * weights).sum()
     rest = words[whole * _ROW :]
     return found + 3 * _of_words(rest) if len(rest) else found
 
