@@ -284,7 +284,8 @@ def _call(runner: Runner, clock: Callable[[], float]) -> _Call:
         start = clock()
         clipped_sum = runner.release()
         release_seconds = clock() - start
-    norm = sum(float(each.detach().norm()) ** 2 for each in clipped_sum) ** 0.5 * runner.divisor if clipped_sum else None
+    squares = [float(each.detach().norm()) ** 2 for each in clipped_sum]
+    norm = runner.divisor * sum(squares) ** 0.5 if squares else None
     del clipped_sum
     runner.clear()
     return _Call(seconds=seconds, release_seconds=release_seconds, clipped_sum_norm=norm)
