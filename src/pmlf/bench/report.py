@@ -107,14 +107,14 @@ def _opacus(case: str, limit: float) -> Target:
 
 
 TARGETS = (
-    *(_time(1, "cnn5", 1.35), _time(2, "cnn5", 2.6), _memory("cnn5", 3.0), _opacus("cnn5", 2.3)),
+    *(_time(1, "cnn5", 1.2), _time(2, "cnn5", 2.3), _memory("cnn5", 3.0), _opacus("cnn5", 2.3)),
     Target(case="cnn5", name="release / step of 4 batches", value=_release_share, limit=0.02),
-    *(_time(1, "resnet18", 1.5), _time(2, "resnet18", 2.9), _memory("resnet18", 3.0), _opacus("resnet18", 2.0)),
-    *(_time(1, "vit", 1.25), _time(2, "vit", 2.5), _memory("vit", 2.5), _opacus("vit", 1.5)),
-    *(_time(1, "roberta", 1.15), _time(2, "roberta", 2.35), _memory("roberta", 2.5), _opacus("roberta", 1.5)),
+    *(_time(1, "resnet18", 1.1), _time(2, "resnet18", 2.15), _memory("resnet18", 3.0), _opacus("resnet18", 2.0)),
+    *(_time(1, "vit", 1.2), _time(2, "vit", 2.25), _memory("vit", 2.5), _opacus("vit", 1.5)),
+    *(_time(1, "roberta", 1.08), _time(2, "roberta", 2.1), _memory("roberta", 2.5), _opacus("roberta", 1.5)),
     Target(case="roberta", name="memory at k=2 / Opacus' hooks", value=_memory_of_hooks, limit=0.5),
     Target(case="roberta", name="release / step", value=_release_share, limit=0.15),
-    *(_time(1, "linear", 1.7), _time(2, "linear", 3.2), _opacus("linear", 3.0)),
+    *(_time(1, "linear", 1.6), _time(2, "linear", 2.4)),
     *(
         target
         for case, once, twice in (
