@@ -14,6 +14,17 @@ import torch
 from torch import Tensor
 
 
+def copied(values: Any) -> Any:
+    """A deep copy. Of a tensor that is a view only its own numbers are copied, not all that it is a view of.
+
+    >>> record = torch.zeros(1000)[:1], {"label": 1}
+    >>> copied(record)[0].untyped_storage().nbytes()
+    4
+    """
+    memo: dict[int, Any] = {id(tensor): tensor.clone() for tensor in tensors_of(values)}
+    return copy.deepcopy(values, memo)
+
+
 def tensors_of(batch: Any) -> list[Tensor]:
     """Every tensor in a batch, in order.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from pmlf.basics.batches import batch_size, same_batches, same_bits, select, tensors_of, whole_values
+from pmlf.basics.batches import batch_size, copied, same_batches, same_bits, select, tensors_of, whole_values
 
 Collate = Callable[[list[Any]], Any]
 
@@ -45,7 +44,7 @@ class Records:
         records: Sequence[Any] = self._dataset.__getitems__(list(indices))
         place = secrets.randbelow(len(records))
         collate = self._collate_fn or default_collate
-        one, other = (collate([copy.deepcopy(r)]) for r in (alone(self._dataset, indices[place]), records[place]))
+        one, other = (collate([copied(r)]) for r in (alone(self._dataset, indices[place]), records[place]))
         if not _is_part(one, other):
             raise ValueError(
                 "the dataset's __getitems__ returns a different record alone than with others, by more than padding at "
@@ -62,7 +61,7 @@ class Records:
         if self._collate_fn is None:
             return default_collate(records)
         place = secrets.randbelow(len(records))
-        kept = copy.deepcopy(records[place])  # some collate functions change their input
+        kept = copied(records[place])  # some collate functions change their input
         batch = self._collate_fn(records)
         if batch_size(batch) != len(records):
             # without the numbers: the size of a draw is sensitive
@@ -116,7 +115,7 @@ def collation(
     def batch_of(indices: list[int]) -> Any:
         if together and len(indices) > 1:
             return collate(dataset.__getitems__(list(indices)))
-        return collate([copy.deepcopy(taken[index]) for index in indices])
+        return collate([copied(taken[index]) for index in indices])
 
     return batch_of
 
