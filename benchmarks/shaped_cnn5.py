@@ -9,8 +9,9 @@ no augmentation, epsilon 8, then 4; the last iterate and an exponential average 
 effective rate (rate times DC gain of the filter) of every method comes from one grid, chosen for each of the two on
 5,000 held-out training records, with a seed that the final runs do not use; trials are as long as final runs. Methods
 with momentum cost twice as much and have no trials of their own: they take the rates of the method that differs from
-them by the momentum alone. Five final seeds on all 50,000 training records, paired between methods: a seed gives the initial weights, the draws and the
-noise. "shaped" has the number of bands that `pmlf.shapes.best` chooses for the epsilon, and is drawn cyclically.
+them by the momentum alone. Five final seeds on all 50,000 training records, paired between methods: a seed gives the
+initial weights, the draws and the noise. "shaped" has the number of bands that `pmlf.shapes.best` chooses for the
+epsilon, and is drawn cyclically.
 
 One line is written for a finished job, and a job with a line is not run again. A job that `--minutes` interrupts leaves
 its checkpoint beside the lines and goes on with the same bits in the next call. The order of the jobs: the whole grid
