@@ -8,8 +8,9 @@ python benchmarks/prior_linear.py trials --trials trials.json --data-dir DATA --
 `test` trains on the whole training split and evaluates each model once on the test split. A seed redraws everything
 random: synthetic images, dictionaries and all noise; an encoder of texts (--model) is fixed. `ablation` changes one
 thing at a time, `trials` what a file lists: `[{"epsilon": 1, "clip_norm": 0.1}, ...]` are changes of the recipe, with
-other `weights` of its blocks. Both evaluate on the last 5,000 training
-records, which they do not train on. All skip what the file at --out already holds, so they resume. Models on the same
+other `weights` of its blocks, or with the `kept` ones alone. Both evaluate on 5,000 training records, which they do not
+train on. With --records they take the first records of the training split only, and with --as-if the noise is that of a
+larger number of records. All skip what the file at --out already holds, so they resume. Models on the same
 features are trained side by side, with one pass over the features a step.
 """
 
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pmlf import machine
+from pmlf import accounting, machine
 from pmlf.basics.files import write_json
 from pmlf.experiments.linear_features import FeatureSplits, feature_splits
 from pmlf.experiments.options import PretrainedOptions
@@ -40,7 +41,7 @@ from pmlf.probe.training import ProbeTraining
 EPSILONS = (1.0, 2.0, 4.0, 8.0)
 HELD_OUT = 5000
 DELTA = 1e-5
-DATASETS = ("cifar10", "fashion-mnist", "mnist", "sst2")
+DATASETS = {"cifar10": 50_000, "fashion-mnist": 60_000, "mnist": 60_000, "sst2": 67_349}  # training records
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "as it is": {},
     "without the private mean": {"mean_share": 0.0},
@@ -96,8 +97,8 @@ class Records:
         write_json(self.out, self.document, released=True)
 
 
-def loaded(arguments: argparse.Namespace, seed: int) -> FeatureSplits:
-    """The features of a seed, from the cache or computed into it."""
+def loaded(arguments: argparse.Namespace, seed: int, *, judged: bool) -> FeatureSplits:
+    """The features of a seed, from the cache or computed into it; `judged`: with the test split."""
 
     def show(done: int, of: int) -> None:
         print(f"\r{done} of {of} records", end="" if done < of else "\n", file=sys.stderr, flush=True)
@@ -106,6 +107,9 @@ def loaded(arguments: argparse.Namespace, seed: int) -> FeatureSplits:
     if arguments.model is not None:
         embedding = PretrainedOptions(prior="sentence-embedding")
         spec = replace(spec, model=str(arguments.model), pretrained=embedding)
+    if not judged:
+        records = arguments.records or DATASETS[arguments.dataset]
+        spec = replace(spec, records=arguments.records, holdout=HELD_OUT / records)
     return feature_splits(spec, arguments.data_dir, show)
 
 
@@ -131,7 +135,7 @@ def test(arguments: argparse.Namespace, records: Records) -> None:
         if not left:
             continue
         began = time.process_time()
-        splits = loaded(arguments, seed)
+        splits = loaded(arguments, seed, judged=True)
         ((judged, judged_labels),) = splits.judged_on.values()
         records.extracted(seed, time.process_time() - began)
         began = time.process_time()
@@ -191,24 +195,33 @@ def held_out(arguments: argparse.Namespace, records: Records, asked: Sequence[Ma
     if not left:
         return
     seed, began = arguments.seeds[0], time.process_time()
-    splits = loaded(arguments, seed)
+    splits = loaded(arguments, seed, judged=False)
+    ((judged, judged_labels),) = splits.judged_on.values()
     records.extracted(seed, time.process_time() - began)
-    labels = splits.labels
-    cut = len(labels) - HELD_OUT
     for kept in dict.fromkeys(tuple(trial.get("kept", ())) for trial in left):
         same = [trial for trial in left if tuple(trial.get("kept", ())) == kept]
-        chosen, blocks = of_blocks(splits, kept)
+        columns, blocks = of_blocks(splits, kept)
         settings = [
             {**splits.recipe(trial["epsilon"]), "blocks": weighted(blocks, trial), "classes": len(splits.names)}
             | {name: value for name, value in trial.items() if name not in ("kept", "change", "weights")}
+            | {"epsilon": as_if(trial["epsilon"], len(splits.labels), arguments.as_if)}
             for trial in same
         ]
         began = time.process_time()
-        fitted = trained(settings, FeatureRows(chosen[:cut]), labels[:cut], seed)
+        fitted = trained(settings, FeatureRows(joined(splits.features, columns)), splits.labels, seed)
         print(f"{len(same)} models in {time.process_time() - began:.0f} processor seconds", flush=True)
         for trial, (_, probe, _) in zip(same, fitted, strict=True):
-            accuracy = probe.score(chosen[cut:], labels[cut:])
-            records.add({"trial": _key(trial), "learning_rate": probe.learning_rate_, "accuracy": accuracy})
+            accuracy = probe.score(joined(judged, columns), judged_labels)
+            row = {"trial": _key(trial), "learning_rate": probe.learning_rate_, "accuracy": accuracy}
+            records.add(row | {"records": len(splits.labels), "noise_of_records": arguments.as_if})
+
+
+def as_if(epsilon: float, records: int, as_many: int | None) -> float:
+    """The epsilon at which sums over `records` have, relative to them, the noise that `as_many` have at `epsilon`."""
+    if as_many is None:
+        return epsilon
+    alone = accounting.noise_multiplier(target_epsilon=epsilon, target_delta=DELTA, sample_rate=1.0, steps=1)
+    return accounting.epsilon(noise_multiplier=alone * records / as_many, delta=DELTA, sample_rate=1.0, steps=1)
 
 
 def _key(trial: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,19 +230,25 @@ def _key(trial: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def of_blocks(splits: FeatureSplits, kept: tuple[str, ...]) -> tuple[NDArray[Any], tuple[FeatureBlock, ...]]:
-    """The features of the named blocks alone, and these blocks at their new places. None named: all blocks."""
+def of_blocks(splits: FeatureSplits, kept: tuple[str, ...]) -> tuple[list[slice], tuple[FeatureBlock, ...]]:
+    """The columns of the named blocks, and these blocks at their new places. None named: all blocks."""
     known: tuple[FeatureBlock, ...] = splits.recipe(1.0)["blocks"]
     if not kept:
-        return splits.features, known
+        return [slice(None)], known
     assert splits.prior is not None
-    parts, blocks, start = [], [], 0
+    columns, blocks, start = [], [], 0
     for block, described in zip(known, splits.prior.all_blocks, strict=True):
         if described.name in kept:
-            parts.append(splits.features[:, block.columns])
+            columns.append(block.columns)
             blocks.append(replace(block, start=start, stop=start + block.width))
             start += block.width
-    return np.concatenate(parts, axis=1), tuple(blocks)
+    return columns, tuple(blocks)
+
+
+def joined(features: NDArray[Any], columns: Sequence[slice]) -> NDArray[Any]:
+    """Some of the columns, without a copy where they are one range."""
+    parts = [features[:, part] for part in columns]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
 def weighted(blocks: tuple[FeatureBlock, ...], trial: Mapping[str, Any]) -> tuple[FeatureBlock, ...]:
@@ -241,7 +260,7 @@ def weighted(blocks: tuple[FeatureBlock, ...], trial: Mapping[str, Any]) -> tupl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("test", "ablation", "trials"))
-    parser.add_argument("--dataset", choices=DATASETS, default="cifar10")
+    parser.add_argument("--dataset", choices=tuple(DATASETS), default="cifar10")
     parser.add_argument("--model", type=Path, help="the folder of an encoder of texts")
     parser.add_argument("--encoder", help="the name of the encoder, for the record, if its folder does not say it")
     parser.add_argument("--data-dir", type=Path)
@@ -250,6 +269,8 @@ def main() -> None:
     parser.add_argument(
         "--features-seconds", type=float, help="processor seconds of a seed's features that are already in the cache"
     )
+    parser.add_argument("--records", type=int, help="for trials and ablation: the first records of the training split")
+    parser.add_argument("--as-if", type=int, help="for trials and ablation: train with the noise of so many records")
     parser.add_argument("--trials", type=Path, help="for trials: a JSON list of changes")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

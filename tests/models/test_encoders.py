@@ -26,15 +26,20 @@ def tokens(encoder: SentenceEncoder, tmp_path: Path) -> TokenDataset:
     return data.load_text("sst2", tmp_path).tokenised("train", encoder.tokenizer, longest=66, cut=False)
 
 
-def test_an_embedding_is_the_mean_over_the_texts_own_tokens(encoder: SentenceEncoder) -> None:
+def test_an_embedding_pools_the_texts_own_tokens_layer_by_layer(encoder: SentenceEncoder) -> None:
+    pooling = (("mean", -1), ("mean", -2), ("maximum", -1), ("first", -2), ("mean", -99))  # there is no such layer
+    several = SentenceEncoder(encoder.inner, encoder.tokenizer, encoder.longest, pooling=pooling)
     texts = [text for text in sentences(6) if text]
     batch = encoder.tokenizer(texts, padding=True, return_tensors="pt")
     with torch.inference_mode():
-        found = embedded(encoder, dict(batch))
-        for text, row in zip(texts, found, strict=True):
+        found, usual = embedded(several, dict(batch)), embedded(encoder, dict(batch))
+        for row, text in enumerate(texts):
             alone = encoder.tokenizer([text], return_tensors="pt")
-            states = encoder.inner(**alone).last_hidden_state[0]
-            torch.testing.assert_close(row, states.mean(0), atol=1e-5, rtol=0)
+            *_, before, last = (states[0] for states in encoder.inner(**alone, output_hidden_states=True).hidden_states)
+            expected = [last.mean(0), before.mean(0), last.max(0).values, before[0]]
+            torch.testing.assert_close(found[row], torch.cat(expected), atol=1e-5, rtol=0)
+            torch.testing.assert_close(usual[row, : last.shape[1]], last.mean(0), atol=1e-5, rtol=0)
+    assert several.pooling == pooling[:4]
 
 
 def test_embeddings_of_a_dataset_are_those_of_its_records_alone(

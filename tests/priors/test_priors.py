@@ -13,12 +13,15 @@ import torch
 from numpy.typing import NDArray
 
 from pmlf import priors
-from pmlf.priors import ColourSpec, ImagePrior, PatchSpec, PriorSpec, extraction
+from pmlf.experiments.linear_features import recipe
+from pmlf.priors import ColourSpec, ImagePrior, PatchSpec, PriorSpec, ScatteringSpec, extraction
+from pmlf.probe import PrivateProbe
 
 BLOCKS = (
     PatchSpec(name="patches", weight=0.6, filters=6, grid=4),
     PatchSpec(name="half-size patches", weight=0.3, shrink=2, filters=5, grid=2),
     ColourSpec(name="colours", weight=0.1, colours=7, grid=3),
+    ScatteringSpec(name="scattering", weight=0.1, angles=2),
 )
 SPEC = PriorSpec(image_size=32, images=40, blocks=BLOCKS, seed=3)
 
@@ -80,9 +83,10 @@ def test_each_block_of_a_record_has_norm_at_most_one(prior: ImagePrior) -> None:
 
 
 def test_blocks_cover_all_columns_in_order(prior: ImagePrior) -> None:
-    assert [block.name for block in prior.blocks] == ["patches", "half-size patches", "colours"]
-    assert [block.columns.start for block in prior.blocks] == [0, 12 * 16, 12 * 16 + 10 * 4]
-    assert prior.dimensions == 12 * 16 + 10 * 4 + 7 * 9
+    assert [block.name for block in prior.blocks] == ["patches", "half-size patches", "colours", "scattering"]
+    widths = [12 * 16, 10 * 4, 7 * 9, 3 * (1 + 2 * 2 + 2**2) * 8**2]
+    assert [block.columns.start for block in prior.blocks] == [sum(widths[:place]) for place in range(4)]
+    assert prior.dimensions == sum(widths)
     assert all(len(block.eigenvalues) == block.columns.stop - block.columns.start for block in prior.blocks)
     assert all((block.eigenvalues > 0).all() for block in prior.blocks)
 
@@ -116,7 +120,7 @@ def test_a_prior_from_the_cache_is_the_prior_that_was_made(prior: ImagePrior) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(("side", "channels"), [(28, 1), (28, 3), (96, 3), (224, 1)])
 def test_a_prior_takes_images_of_any_size_and_channels(side: int, channels: int) -> None:
-    blocks = BLOCKS if channels == 3 else BLOCKS[:2]
+    blocks = tuple(block for block in BLOCKS if channels == 3 or not isinstance(block, ColourSpec))
     prior = ImagePrior.make(PriorSpec(image_size=side, channels=channels, images=12, blocks=blocks))
     features = prior(records(2, side=side, channels=channels))
     assert features.shape == (2, prior.dimensions)
@@ -199,3 +203,28 @@ def test_cached_features_are_readable_by_their_owner_only(prior: ImagePrior, cac
         assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         for name in files:
             assert stat.S_IMODE(os.stat(Path(folder) / name).st_mode) & 0o077 == 0
+
+
+def test_a_block_with_directions_without_variance_can_be_trained_on() -> None:
+    # the histograms of an image and of its mirror image are averaged, so half of the cells repeat the other half
+    spec = replace(SPEC, blocks=(ColourSpec(name="colours", weight=1.0, colours=5, grid=4),))
+    prior = ImagePrior.make(spec)
+    (block,) = prior.blocks
+    assert np.linalg.matrix_rank(prior(records(60)).astype(np.float64), tol=1e-2) <= 5 * 8
+    assert len(block.eigenvalues) == 5 * 16 and (block.eigenvalues > 0).all()
+    images = priors.synthetic_images(60, seed=8).round().to(torch.uint8).numpy()
+    probe = PrivateProbe(classes=2, epsilon=8.0, delta=1e-3, random_state=0, **recipe(prior, 8.0))
+    assert probe.fit(prior(images), np.arange(60) % 2).epsilon_ <= 8.0
+
+
+@pytest.mark.parametrize(
+    ("channels", "mirrors", "names"),
+    [
+        (3, True, ["patches", "half-size patches", "colours"]),
+        (1, True, ["patches", "half-size patches"]),
+        (1, False, ["scattering"]),
+    ],
+)
+def test_the_standard_blocks_follow_from_channels_and_mirrors(channels: int, mirrors: bool, names: list[str]) -> None:
+    spec = PriorSpec(image_size=28, channels=channels, mirrors=mirrors)
+    assert [block.name for block in spec.all_blocks] == names

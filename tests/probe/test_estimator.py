@@ -205,6 +205,7 @@ def test_noise_is_fresh_without_a_seed_and_the_same_with_one() -> None:
         ({"head": "softmx"}, "Did you mean 'softmax'"),
         ({"mean_share": 0.6, "moments_share": 0.5}, "budget for the steps"),
         ({"blocks": (FeatureBlock(start=0, stop=5),)}, "cover all"),
+        ({"blocks": (FeatureBlock(start=0, stop=2, eigenvalues=(1, 0)),)}, "2 eigenvalues, of which 1 are positive"),
         ({"epsilon": 0.0}, "privacy budget"),
         ({"batch_size": N + 1}, "more than the"),
         ({"random_state": "x"}, "whole number"),

@@ -28,7 +28,7 @@ from pmlf.experiments.splits import HOLDOUT, holdout_indices
 from pmlf.experiments.tasks import declared_target, pretrained_form, text_columns
 from pmlf.filters import LowPass
 from pmlf.models.encoders import ImageEncoder, SentenceEncoder
-from pmlf.priors import ImagePrior, PriorSpec
+from pmlf.priors import ImagePrior, PriorSpec, ScatteringSpec
 from pmlf.priors.extraction import digest_of
 from pmlf.probe import FeatureBlock
 
@@ -92,8 +92,8 @@ def feature_splits(
 def recipe(prior: ImagePrior, epsilon: float) -> dict[str, Any]:
     """The settings of a private linear model on the features of a prior, for `PrivateProbe(**recipe(prior, 1.0))`.
 
-    They were chosen on held-out training records of CIFAR-10 (colour), and of MNIST and Fashion-MNIST (grey). At a
-    large epsilon more steps pay: with full batches they cost time and no privacy.
+    They were chosen on held-out training records of CIFAR-10 (colour), MNIST (scattering) and Fashion-MNIST (grey
+    patches). At a large epsilon more steps pay: with full batches they cost time and no privacy.
 
     Args:
         prior: Where the features come from.
@@ -109,11 +109,16 @@ def recipe(prior: ImagePrior, epsilon: float) -> dict[str, Any]:
         for block in prior.blocks
     )
     small, colour = epsilon <= _SMALL_EPSILON, prior.spec.channels == 3
+    clip_norm, score_noise = 1.0, 0.9
+    if colour:
+        clip_norm, score_noise = 0.2, 1.8 if small else 1.35
+    elif any(isinstance(block, ScatteringSpec) for block in prior.spec.all_blocks):
+        clip_norm, score_noise = 0.2, 1.2
     return {
         "blocks": blocks,
         "steps": 30 if small else 60,
-        "clip_norm": 0.2 if colour else 1.0,
-        "score_noise": (1.8 if small else 1.35) if colour else 0.9,
+        "clip_norm": clip_norm,
+        "score_noise": score_noise,
         "low_pass": FILTER,
         "mean_share": 0.07,
         "moments_share": 0.04,
@@ -122,15 +127,17 @@ def recipe(prior: ImagePrior, epsilon: float) -> dict[str, Any]:
     }
 
 
-def embedding_recipe(width: int, epsilon: float) -> dict[str, Any]:
+def embedding_recipe(width: int, epsilon: float, *, blocks: int = 1) -> dict[str, Any]:
     """The settings of a private linear model on embeddings, chosen on held-out training records of SST-2.
 
     Args:
         width: The number of coordinates of an embedding.
         epsilon: The privacy budget that they are for.
+        blocks: The number of blocks of equal width that the embedding consists of.
     """
+    each = width // blocks
     return {
-        "blocks": (FeatureBlock(start=0, stop=width),),
+        "blocks": tuple(FeatureBlock(start=start, stop=start + each) for start in range(0, width, each)),
         "steps": 30,
         "clip_norm": 0.3,
         "score_noise": 0.9,
@@ -233,7 +240,7 @@ def _sentences(spec: RunSpec, data_dir: Path | str | None, extracting: Progress 
         ),
         kind=SENTENCES,
         encoder=encoder,
-        recipe=partial(embedding_recipe, features.shape[1]),
+        recipe=partial(embedding_recipe, features.shape[1], blocks=len(encoder.pooling)),
         features=features,
         labels=labels,
         judged_on=judged_on,

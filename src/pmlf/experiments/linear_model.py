@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pmlf import data
 from pmlf.basics.files import write_atomically
 from pmlf.models.encoders import ImageEncoder, SentenceEncoder, embedded
-from pmlf.priors import ColourSpec, ImagePrior, PatchSpec, PriorSpec
+from pmlf.priors import BlockSpec, ColourSpec, ImagePrior, PatchSpec, PriorSpec, ScatteringSpec
 from pmlf.probe.rows import FeatureRows
 from pmlf.probe.shaping import BlockShape, FeatureBlock
 from pmlf.probe.training import ProbeModel
@@ -65,8 +65,8 @@ class LinearForm:
         return LinearForm(kind=document["kind"], blocks=blocks, intercept=document["intercept"], prior=prior)
 
 
-def _block(document: Mapping[str, Any]) -> PatchSpec | ColourSpec:
-    kinds: dict[str, type[PatchSpec] | type[ColourSpec]] = {"PatchSpec": PatchSpec, "ColourSpec": ColourSpec}
+def _block(document: Mapping[str, Any]) -> BlockSpec:
+    kinds: dict[str, type[BlockSpec]] = {kind.__name__: kind for kind in (PatchSpec, ColourSpec, ScatteringSpec)}
     return kinds[document["kind"]](**{name: value for name, value in document.items() if name != "kind"})
 
 

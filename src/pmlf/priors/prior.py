@@ -20,21 +20,31 @@ from pmlf.basics.arguments import require_count
 from pmlf.data.cache import Arrays, cached, digest
 from pmlf.priors.colours import ColourSpec, ColourTable
 from pmlf.priors.patches import PatchSpec, PatchTable
+from pmlf.priors.scattering import ScatteringSpec, ScatteringTable
 from pmlf.priors.synthetic import LARGEST_SIDE, SMALLEST_SIDE, synthetic_images
 from pmlf.priors.whitening import Whitening
 
 VERSION = 1  # part of every cache key: increase it if the same spec gives other features
 LARGEST_WORKING_SIDE = 64  # larger images are shrunk to it first
 
-COLOUR_BLOCKS: tuple[PatchSpec | ColourSpec, ...] = (
+BlockSpec = PatchSpec | ColourSpec | ScatteringSpec
+BlockTable = PatchTable | ColourTable | ScatteringTable
+_TABLES: Mapping[type[BlockSpec], type[BlockTable]] = {
+    PatchSpec: PatchTable,
+    ColourSpec: ColourTable,
+    ScatteringSpec: ScatteringTable,
+}
+
+COLOUR_BLOCKS: tuple[BlockSpec, ...] = (
     PatchSpec(name="patches", weight=0.65, filters=256),
     PatchSpec(name="half-size patches", weight=0.20, shrink=2, filters=128, grid=2),
     ColourSpec(name="colours", weight=0.15),
 )
-GREY_BLOCKS: tuple[PatchSpec | ColourSpec, ...] = (
+GREY_BLOCKS: tuple[BlockSpec, ...] = (
     PatchSpec(name="patches", weight=0.75, filters=256),
     PatchSpec(name="half-size patches", weight=0.25, shrink=2, side=5, filters=128, grid=2),
 )
+DRAWN_BLOCKS: tuple[BlockSpec, ...] = (ScatteringSpec(name="scattering", weight=1.0),)  # digits and other strokes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +57,8 @@ class PriorSpec:
         mirrors: Whether a mirrored image keeps its class. Features are then the same for an image and its mirror.
         seed: The seed of everything random: synthetic images and dictionaries.
         images: The number of synthetic images.
-        blocks: The kinds of features; None takes the standard blocks for the number of channels.
+        blocks: The kinds of features; None takes the standard ones: patches and colours for colour images, patches for
+            grey images with mirrors, scattering for grey images without, such as digits.
     """
 
     image_size: int
@@ -55,7 +66,7 @@ class PriorSpec:
     mirrors: bool = True
     seed: int = 0
     images: int = 4000
-    blocks: tuple[PatchSpec | ColourSpec, ...] | None = None
+    blocks: tuple[BlockSpec, ...] | None = None
 
     def __post_init__(self) -> None:
         require_count("image_size", self.image_size, "it is a side in pixels", least=SMALLEST_SIDE, most=LARGEST_SIDE)
@@ -69,9 +80,13 @@ class PriorSpec:
         return min(self.image_size, LARGEST_WORKING_SIDE)
 
     @property
-    def all_blocks(self) -> tuple[PatchSpec | ColourSpec, ...]:
+    def all_blocks(self) -> tuple[BlockSpec, ...]:
         """The blocks, with the standard ones filled in."""
-        return self.blocks or (COLOUR_BLOCKS if self.channels == 3 else GREY_BLOCKS)
+        if self.blocks:
+            return self.blocks
+        if self.channels == 3:
+            return COLOUR_BLOCKS
+        return GREY_BLOCKS if self.mirrors else DRAWN_BLOCKS
 
     def digest(self) -> str:
         """A digest of the spec and of the version of the code that reads it."""
@@ -99,7 +114,7 @@ class PriorBlock:
 
 
 class ImagePrior:
-    """Features of images: whitened patch responses and colour histograms, in blocks of unit vectors.
+    """Features of images: whitened patch responses, colour histograms and scattering, in blocks of unit vectors.
 
     >>> prior = ImagePrior.make(PriorSpec(image_size=28, channels=1, images=20, blocks=(
     ...     PatchSpec(name="patches", weight=1.0, filters=4, grid=2),)))
@@ -108,7 +123,7 @@ class ImagePrior:
     ((3, 32), dtype('float16'))
     """
 
-    def __init__(self, spec: PriorSpec, tables: list[PatchTable | ColourTable], whitenings: list[Whitening]) -> None:
+    def __init__(self, spec: PriorSpec, tables: list[BlockTable], whitenings: list[Whitening]) -> None:
         self.spec = spec
         self._tables = tables
         self._whitenings = whitenings
@@ -118,12 +133,12 @@ class ImagePrior:
         """Draw synthetic images, then a dictionary and its statistics for each block. Takes about a minute."""
         generator = torch.Generator().manual_seed(spec.seed)
         images = synthetic_images(spec.images, side=spec.working_side, channels=spec.channels, seed=spec.seed)
-        tables: list[PatchTable | ColourTable] = []
+        tables: list[BlockTable] = []
         whitenings = []
         with torch.inference_mode():
             for block in spec.all_blocks:
-                kind = PatchTable if isinstance(block, PatchSpec) else ColourTable
-                table = kind.make(block, images, mirrors=spec.mirrors, generator=generator)  # type: ignore[arg-type]
+                kind: Any = _TABLES[type(block)]
+                table: BlockTable = kind.make(block, images, mirrors=spec.mirrors, generator=generator)
                 tables.append(table)
                 whitenings.append(Whitening.fit(torch.stack([table(image) for image in images])))
         return cls(spec, tables, whitenings)
@@ -196,7 +211,7 @@ class ImagePrior:
     @classmethod
     def from_tensors(cls, spec: PriorSpec, state: Mapping[str, Tensor]) -> Self:
         """The prior that `tensors` was called on. It keeps the tensors that are given."""
-        tables: list[PatchTable | ColourTable] = []
+        tables: list[BlockTable] = []
         whitenings = []
         for index, block in enumerate(spec.all_blocks):
             parts: dict[str, dict[str, Any]] = {"table": {}, "whitening": {}}
@@ -204,9 +219,7 @@ class ImagePrior:
                 number, part, field = name.split(".")
                 if int(number) == index:
                     parts[part][field] = tensor
-            if isinstance(block, PatchSpec):
-                tables.append(PatchTable(spec=block, mirrors=spec.mirrors, **parts["table"]))
-            else:
-                tables.append(ColourTable(spec=block, mirrors=spec.mirrors, **parts["table"]))
+            kind: Any = _TABLES[type(block)]
+            tables.append(kind(spec=block, mirrors=spec.mirrors, **parts["table"]))
             whitenings.append(Whitening(**parts["whitening"]))
         return cls(spec, tables, whitenings)

@@ -85,8 +85,13 @@ def checked_blocks(blocks: Sequence[FeatureBlock] | None, width: int) -> tuple[F
         if not is_number(block.weight) or not 0 < block.weight < math.inf:
             raise ValueError(f"weight={block.weight!r} of a block is not positive: it is its share of a record's norm")
         variances = block.variances()
-        if len(variances) != block.width or not bool((torch.isfinite(variances) & (variances > 0)).all()):
-            raise ValueError(f"the block of {block.width} columns needs as many positive eigenvalues, or None")
+        usable = int((torch.isfinite(variances) & (variances > 0)).sum())
+        if len(variances) != block.width or usable != block.width:
+            raise ValueError(
+                f"a block of {block.width} columns has {len(variances)} eigenvalues, of which {usable} are positive: "
+                f"give {block.width} positive ones, or None; for a direction without variance, which dependent "
+                "features have, give a small part of the largest one, such as 1e-6"
+            )
         end = block.stop
     if end != width:
         raise ValueError(f"the blocks cover {end} of {width} columns: give blocks that cover all of them")

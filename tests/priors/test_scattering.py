@@ -1,0 +1,71 @@
+"""Scattering equals its definition: convolutions with wavelets, absolute values, local averages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy.signal import convolve2d
+
+from pmlf.priors import ScatteringSpec
+from pmlf.priors.scattering import ScatteringTable
+
+ANGLES = 2
+
+
+def wavelet(side: int, scale: int, turn: float) -> NDArray[np.complex128]:
+    """A Morlet wavelet on a circle of places, in space; the place 0 is in the middle."""
+    width, frequency, slant = 0.8 * 2**scale, 0.75 * np.pi / 2**scale, 4 / ANGLES
+    envelope = np.zeros((side, side))
+    waves = np.zeros((side, side), complex)
+    places = np.arange(side) - side // 2
+    for down in (-side, 0, side):
+        for right in (-side, 0, side):
+            y, x = np.meshgrid(places + down, places + right, indexing="ij")
+            along, across = np.cos(turn) * x + np.sin(turn) * y, np.cos(turn) * y - np.sin(turn) * x
+            bell = slant / (2 * np.pi * width**2) * np.exp(-(along**2 + slant**2 * across**2) / (2 * width**2))
+            envelope += bell
+            waves += bell * np.exp(1j * frequency * along)
+    return waves - waves.sum() / envelope.sum() * envelope
+
+
+def convolved(image: NDArray[np.float64], kernel: NDArray[np.complex128]) -> NDArray[np.float64]:
+    side = len(image)
+    wrapped = np.pad(image, [(side - side // 2 - 1, side // 2)] * 2, mode="wrap")
+    return np.abs(convolve2d(wrapped, kernel, mode="valid"))
+
+
+def averaged(image: NDArray[np.float64], side: int, step: int) -> NDArray[np.float64]:
+    """Averages around the centres of 7 x 7 cells of a padded image, by every `step`-th place."""
+    places = np.arange(0, len(image), step)
+    centres = 4 * np.arange(side // 4) + 1.5 + 4
+    weights = np.exp(-((places - centres[:, None]) ** 2) / (2 * 1.6**2))
+    weights /= weights.sum(1, keepdims=True)
+    return weights @ image[::step, ::step] @ weights.T
+
+
+@pytest.mark.slow
+def test_scattering_equals_its_definition() -> None:
+    image = np.random.default_rng(0).uniform(0, 255, (28, 28))
+    padded = np.pad(image, 4, mode="reflect")
+    turns = [np.pi * number / ANGLES for number in range(ANGLES)]
+    banks = [[wavelet(36, scale, turn) for turn in turns] for scale in (0, 1)]
+    fine, coarse = ([convolved(padded, kernel) for kernel in bank] for bank in banks)
+    first = [averaged(each, 28, 1) for each in [padded, *fine, *coarse]]
+    second = [averaged(convolved(each, kernel), 28, 2) for each in fine for kernel in banks[1]]
+    expected = np.stack([each.ravel() for each in first + second])
+    spec, images = ScatteringSpec(name="scattering", weight=1.0, angles=ANGLES), torch.zeros(1, 1, 28, 28)
+    table = ScatteringTable.make(spec, images, mirrors=False, generator=torch.Generator())
+    found = table(torch.from_numpy(image[None].astype(np.float32)))
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("side", [28, 29, 33])
+def test_a_flat_image_has_its_own_level_and_no_oscillation(side: int) -> None:
+    spec, images = ScatteringSpec(name="scattering", weight=1.0), torch.zeros(1, 1, side, side)
+    table = ScatteringTable.make(spec, images, mirrors=True, generator=torch.Generator())
+    found = table(torch.full((1, side, side), 100.0))
+    assert found.shape == (1 + 2 * 8 + 8**2, (side // 4) ** 2)
+    torch.testing.assert_close(found[0], torch.full_like(found[0], 100.0))
+    assert float(found[1:].max()) < 1e-3
