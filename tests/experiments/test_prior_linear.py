@@ -15,10 +15,11 @@ from PIL import Image
 import pmlf
 from pmlf import data
 from pmlf.experiments import export, linear_features, prior_linear
+from pmlf.experiments.linear_model import SYNTHETIC, LinearForm
 from pmlf.experiments.options import OwnData, PretrainedOptions
 from pmlf.experiments.results import SilentObserver
 from pmlf.experiments.spec import RunSpec
-from pmlf.priors import PatchSpec, PriorSpec
+from pmlf.priors import ColourSpec, PatchSpec, PriorSpec, ScatteringSpec
 from twins import write_glue, write_images, write_text_model, write_vision_model
 
 SPEC = RunSpec(model="prior-linear", epsilon=8.0, delta=1e-4, records=1500, seed=0, steps=6)
@@ -31,6 +32,13 @@ def small_prior(tmp_path_factory: pytest.TempPathFactory) -> object:
         blocks = (PatchSpec(name="patches", weight=1.0, filters=12, grid=3),)
         patch.setattr(linear_features, "PriorSpec", partial(PriorSpec, images=60, blocks=blocks))
         yield
+
+
+def test_the_file_of_a_form_gives_the_form_with_blocks_of_every_kind() -> None:
+    kinds = (PatchSpec, ColourSpec, ScatteringSpec)
+    prior = PriorSpec(image_size=28, blocks=tuple(kind(name=kind.__name__, weight=0.3) for kind in kinds))
+    form = LinearForm(kind=SYNTHETIC, blocks=((0, 5, 0.5), (5, 9, 0.5)), prior=prior)
+    assert LinearForm.from_json(json.loads(json.dumps(form.to_json()))) == form
 
 
 class _Stopper(SilentObserver):
