@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +72,18 @@ def write_images(root: Path, name: str, *, labels: list[int], size: int | None =
             encoding="PNG" if spec.in_channels == 1 else "WEBP",
         )
     return images.reshape(len(labels), side, side, spec.in_channels).transpose(0, 3, 1, 2)
+
+
+def write_unit_folders(folder: Path, images: Mapping[str, int], classes: Sequence[str]) -> tuple[Path, dict[str, int]]:
+    """Images in CLASS/UNIT folders, so many of each unit, in turn in each class. All of a unit have one brightness."""
+    brightness = {name: 30 + 20 * place for place, name in enumerate(images)}
+    for split in data.SPLITS:
+        for name, count in images.items():
+            for number in range(count):
+                inside = folder / split / classes[number % len(classes)] / name
+                inside.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(np.full((8, 8, 3), brightness[name], np.uint8)).save(inside / f"{number}.png")
+    return folder, brightness
 
 
 def sentences(count: int, longest: int = 12, seed: int = 0) -> list[str]:

@@ -173,20 +173,29 @@ def test_no_state_contains_noise(seed: int | None) -> None:
 # --- sensitivity through the whole stream
 
 
-def test_a_records_parts_in_shape_times_sums_are_short_and_orthogonal() -> None:
-    """Leave one record out, with the same draws of the others: the proof's two claims, through the real step."""
-    run = start(noise_multiplier=1.0, target_epsilon=None)
+UNITS = np.concatenate([np.zeros(12, int), 1 + np.arange(48) % 29])  # unit 0 has 12 records, the others 1 or 2
+
+
+@pytest.mark.parametrize("units", [None, UNITS], ids=["record", "unit"])
+def test_the_parts_of_one_record_or_unit_in_shape_times_sums_are_short_and_orthogonal(units: Any) -> None:
+    """Leave one out, with the same draws of the others: the proof's two claims, through the real step."""
+    run = start(noise_multiplier=1.0, target_epsilon=None, units=units)
     sampler, shape = run._sampler, run.private_step.settings.method.noise
-    record = int(sampler.eligible(1)[0])
+    owner = np.arange(RECORDS) if units is None else units
+    one = int(sampler.eligible(1)[0]) if units is None else 0
+    group = next(step for step in range(BANDS) if one in sampler.eligible(step))
     differences = []
     for batch in run.batches():
-        chunk = np.concatenate([np.array([record]), *sampler.draw(batch.step)])
-        drawn = np.unique(chunk) if record in sampler.eligible(batch.step) else chunk[1:]
+        drawn = np.concatenate([np.zeros(0, int), *sampler.draw(batch.step)])
+        others = drawn[owner[drawn] != one]
+        joined = np.flatnonzero(owner == one) if batch.step % BANDS == group else others[:0]
+        assert len(joined) or len(others) == len(drawn)  # no other step draws it
         sums = []
-        for indices in (drawn, drawn[drawn != record]):
+        for indices in (np.concatenate([joined, others]), others):
             if len(indices):
                 rows = torch.from_numpy(indices)
-                run.private_step.accumulate((INPUTS[rows], (INPUTS[rows, 0] > 0).long()))
+                whose = {} if units is None else {"units": units[indices]}
+                run.private_step.accumulate((INPUTS[rows], (INPUTS[rows, 0] > 0).long()), **whose)
             total = run.private_step.sensitive_sum()
             size = weights(run).shape
             sums.append(torch.zeros(size) if total is None else torch.cat([v.flatten() for v in total.values.values()]))
@@ -195,7 +204,7 @@ def test_a_records_parts_in_shape_times_sums_are_short_and_orthogonal() -> None:
         run.step(batch)
     matrix, parts = shape.matrix(STEPS), np.stack(differences)
     taken = [step for step in range(STEPS) if np.linalg.norm(parts[step]) > 0]
-    assert taken == list(range(1, STEPS, BANDS))
+    assert taken == list(range(group, STEPS, BANDS))
     images = [matrix[:, [step]] * parts[step] for step in taken]
     for place, image in enumerate(images):
         assert np.linalg.norm(image) <= 1 + 1e-4

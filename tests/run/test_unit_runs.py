@@ -16,7 +16,7 @@ from pmlf.cli.main import main
 from pmlf.evidence.certificate import examined, sealed
 from pmlf.evidence.certificate_page import page
 from small_runs import finish, private, small, weights
-from twins import write_table
+from twins import write_table, write_unit_folders
 
 IDS = np.repeat(np.arange(40), 3)  # of 120 records
 OF_UNITS: dict[str, Any] = {"units": IDS, "unit_name": "patient", "max_records_per_unit": 2, "batch_size": 10}
@@ -215,5 +215,58 @@ def test_images_name_their_units_in_metadata(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no column 'who', only 'file_name', 'label', 'patient'"):
         pmlf.data.unit_column(tmp_path, "who")
     (folder / "metadata.csv").unlink()
-    with pytest.raises(ValueError, match="write one with the columns file_name, label and patient"):
+    with pytest.raises(ValueError, match=r"write metadata.csv with the columns file_name, label and patient"):
         pmlf.data.unit_column(tmp_path, "patient")
+
+
+# folders of images
+
+SCANS = {"qqann": 5, "qqbob": 1, "qqcy": 3, "qqdee": 2, "qqeve": 4, "qqfay": 1}  # the images of each patient
+
+
+def test_folders_of_images_are_units_also_across_classes(tmp_path: Path) -> None:
+    """A patient's images have one brightness, by which they are found again in what is loaded and in what is drawn."""
+    from pmlf.experiments import tasks
+    from pmlf.experiments.options import OwnData
+    from pmlf.experiments.spec import RunSpec
+    from pmlf.mechanism.noise import SeededRandomness
+    from pmlf.sampling import PoissonBatches
+
+    folder, brightness = write_unit_folders(tmp_path / "scans", SCANS, ("healthy", "ill"))
+    own = OwnData(labels=("healthy", "ill"), unit_column="patient", image_size=8)
+    task = tasks.prepare(RunSpec(dataset=str(folder), own=own, model="linear"))
+    assert task.units is not None and task.units.description == "one patient; 6 units, 16 records"
+    assert task.population == 6 and isinstance(task.train, pmlf.data.ImageDataset)
+    seen = task.train.images[:, 0, 4, 4].numpy()
+    assert [brightness[name] for name in pmlf.data.unit_column(folder, "patient")] == seen.tolist()
+    sampler = PoissonBatches(task.train, expected_batch_size=3, randomness=SeededRandomness(0), units=task.units)
+    for step in range(20):
+        drawn = seen[np.concatenate([np.zeros(0, int), *sampler.draw(step)])]
+        assert all(int((drawn == brightness[name]).sum()) in (0, count) for name, count in SCANS.items())
+
+
+@pytest.mark.slow
+def test_train_protects_the_folders_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = write_unit_folders(tmp_path / "scans", SCANS, ("healthy", "ill"))
+    given = ["train", "--dataset", str(folder), "--labels", "healthy", "ill", "--image-size", "8", "--model", "linear"]
+    short = ["--batch-size", "2", "--steps", "2", "--epsilon", "8", "--delta", "1e-2", "--json"]
+    assert main([*given, *short, "--out", str(tmp_path / "none")]) == 2
+    assert "give --unit-column, such as patient" in capsys.readouterr().err
+    assert main([*given, *short, "--unit-column", "patient", "--out", str(tmp_path / "run")]) == 0
+    certificate = json.loads((tmp_path / "run" / "certificate.json").read_text())
+    assert certificate["adjacency"] == "add or remove one patient with all its records"
+    assert (certificate["units"]["count"], certificate["records"]) == (6, 16)
+    assert not any("qq" in path.read_text(errors="replace") for path in (tmp_path / "run").glob("*.json*"))
+    (folder / "train" / "ill" / "qqcy" / "1.png").rename(folder / "train" / "ill" / "nobodys.png")
+    assert main([*given, *short, "--unit-column", "patient", "--out", str(tmp_path / "other")]) == 2
+    said = capsys.readouterr().err
+    assert "does not tell whose each image is" in said and "nobodys" not in said
+
+
+def test_models_that_sum_over_records_refuse_folders_of_units(tmp_path: Path) -> None:
+    from pmlf.experiments import prior_linear
+    from pmlf.experiments.spec import RunSpec
+
+    folder, _ = write_unit_folders(tmp_path / "scans", SCANS, ("healthy", "ill"))
+    with pytest.raises(ValueError, match="have folders of images in them"):
+        prior_linear.run(RunSpec(model="prior-linear", dataset=str(folder)), tmp_path / "run")

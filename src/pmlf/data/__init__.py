@@ -9,7 +9,7 @@ from pmlf.data.sources import DATA_DIR_VARIABLE
 from pmlf.data.tables import CategoryColumn, NumberColumn, Schema, TableDataset, load_table
 from pmlf.data.targets import TASKS, AnyTarget, Classes, LabelSet, NextToken, Target, ValueRange
 from pmlf.data.texts import Columns, TextData, TextForm, TokenDataset, load_text
-from pmlf.data.unit_column import unit_column
+from pmlf.data.unit_column import refuse_unit_folders, unit_column
 
 __all__ = [
     "DATA_DIR_VARIABLE",
@@ -47,5 +47,6 @@ __all__ = [
     "load_language",
     "load_table",
     "load_text",
+    "refuse_unit_folders",
     "unit_column",
 ]

@@ -127,7 +127,8 @@ def load(
 
     Args:
         name: One of `IMAGE_DATASETS`; or the path of your own folder that holds `train` and `test`. Each has one folder
-            of images per class, or a file metadata.csv with the columns file_name and `label_column`.
+            of images per class, in which folders may hold the images of one unit each; or a file metadata.csv with
+            the columns file_name and `label_column`.
         data_dir: Folder with the layout of the Hugging Face hub, such as `data_dir/uoft-cs/cifar10`. None: the folder
             in the environment variable PMLF_DATA, else the hub.
         form: Size and normalisation of the images, which are resized and cropped to it. None: the dataset's own; for
@@ -243,9 +244,15 @@ def _from_folder(folder: Path, split: str, form: ImageForm, target: Target, labe
     return _decoded(source, split, form, target, encoded, values, resize=True)
 
 
+def in_class_folders(folder: Path) -> list[Path]:
+    """The images in the folders of the classes, or one folder deeper, as in CLASS/PATIENT/image.png."""
+    found = (path for depth in ("*/*", "*/*/*") for path in folder.glob(depth))
+    return sorted(path for path in found if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
+
+
 def _by_folder(folder: Path, split: str, target: Target) -> tuple[list[Path], list[Any]]:
     """The files in the folders of the classes, and their classes."""
-    files = [path for path in sorted((folder / split).glob("*/*")) if path.suffix.lower() in IMAGE_SUFFIXES]
+    files = in_class_folders(folder / split)
     if not files:
         raise ValueError(
             f"{str(folder)!r} is not a dataset of images: put {' and '.join(SPLITS)} into it, each with one folder of "
@@ -256,7 +263,7 @@ def _by_folder(folder: Path, split: str, target: Target) -> tuple[list[Path], li
             f"{str(folder / split)!r} has a folder for each class, which cannot hold a {target.task} target: write "
             f"{METADATA} into it, with the columns file_name and label"
         )
-    return files, [path.parent.name for path in files]
+    return files, [path.relative_to(folder / split).parts[0] for path in files]
 
 
 def _listed(folder: Path, label_column: str | None) -> tuple[list[Path], list[Any]]:

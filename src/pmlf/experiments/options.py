@@ -51,6 +51,7 @@ class OwnData:
 
     unit_column: Annotated[str | None, shown_default("none, epsilon is for one record")] = None
     """Column that says whose each record is, such as patient_id, in your table or in the metadata.csv of your images.
+    Images in folders of patients, as in train/CLASS/PATIENT/image.png, need no column: give the word patient.
     Epsilon is then for adding or removing one patient with all records, and --batch-size, --epochs and --delta count
     patients."""
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pmlf import data
 from pmlf.basics.files import write_atomically, write_json
 from pmlf.evidence import certificate, certificate_page
 from pmlf.evidence.budget import BudgetGuard
@@ -95,6 +96,8 @@ def _refuse_others(spec: RunSpec) -> None:
     for name in ("unit_column", "max_records_per_unit"):  # its sums are over records
         if getattr(spec.own, name) is not None:
             raise ValueError(f"`{name}` is not a setting of {name_of_it}, which protects records: leave it out")
+    if spec.dataset not in data.NAMES:
+        data.refuse_unit_folders(spec.dataset)
     for name, value in vars(spec.pretrained).items():
         taken = ("prior", "max_length") if spec.pretrained.prior is not None else ("prior",)
         if name not in taken and value != getattr(PretrainedOptions(), name):

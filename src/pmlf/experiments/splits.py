@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, Subset
 
 from pmlf import data
 from pmlf.basics.arguments import require_count
+from pmlf.experiments.spec import RunSpec
 from pmlf.mechanism.noise import Stream
 
 HOLDOUT = "holdout"
@@ -24,6 +25,18 @@ def first(most: int | None, records: Dataset[Any]) -> Dataset[Any]:
         return records
     require_count("records", most, "it is the number of records to use")
     return Subset(records, range(min(most, length(records))))
+
+
+def unit_ids(spec: RunSpec) -> NDArray[np.str_] | None:
+    """The unit of each record of the whole training split; None if records are protected."""
+    if spec.dataset in data.NAMES:
+        if spec.own.unit_column is not None:
+            raise ValueError(f"`unit_column` is only for your own data, and {spec.dataset!r} has none: leave it out")
+        return None
+    if spec.own.unit_column is None:
+        data.refuse_unit_folders(spec.dataset)
+        return None
+    return np.array(data.unit_column(spec.dataset, spec.own.unit_column))
 
 
 def split(

@@ -105,22 +105,13 @@ def prepare(spec: RunSpec, data_dir: Path | None = None) -> Task:
 
 def _of_units(task: Task, spec: RunSpec) -> Task:
     """The task with the units of its training records, if the spec names their column."""
-    ids, most = _unit_ids(spec), spec.own.max_records_per_unit
+    ids, most = splits.unit_ids(spec), spec.own.max_records_per_unit
     if ids is None:
         _refuse_given("`unit_column`", {"max_records_per_unit": most})
         return task
     assert spec.own.unit_column is not None
     own = ids[splits.indices(task.train)]
     return replace(task, units=Units(own, most=MOST_RECORDS if most is None else most, name=spec.own.unit_column))
-
-
-def _unit_ids(spec: RunSpec) -> NDArray[np.str_] | None:
-    """The unit of each record of the whole training split; None if records are protected."""
-    if spec.own.unit_column is None:
-        return None
-    if spec.dataset in data.NAMES:
-        raise ValueError(f"`unit_column` is only for your own data, and {spec.dataset!r} has none: leave it out")
-    return np.array(data.unit_column(spec.dataset, spec.own.unit_column))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,7 +364,7 @@ def _split(
 ) -> tuple[Dataset[Any], Mapping[str, Dataset[Any]]]:
     """Training and evaluation records. `holdout` is what to hold out if the spec does not say."""
     held_out = holdout if spec.holdout is None else spec.holdout
-    units = _unit_ids(spec) if spec.part is not None or held_out is not None else None
+    units = splits.unit_ids(spec) if spec.part is not None or held_out is not None else None
     train = splits.part(splits.first(spec.records, train), spec.part, units)
     return splits.split(train, judged_on, most=spec.records, holdout=held_out, units=units)
 
