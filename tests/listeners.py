@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pmlf.reproduction.jobs import Job, JobProgress
+from pmlf.experiments.jobs import Job, JobProgress
 
 
 class RecordingListener:

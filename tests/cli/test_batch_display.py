@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 
 from pmlf.cli.batch_display import batch_progress
+from pmlf.experiments import jobs
+from pmlf.experiments.jobs import JobProgress
 from pmlf.experiments.spec import MethodOptions, RunSpec
-from pmlf.reproduction import jobs
-from pmlf.reproduction.jobs import JobProgress
 
 JOB = jobs.job(RunSpec(model="linear", epsilon=2.0, seed=3, options=MethodOptions(k=3, b=(0.2, -0.1))), Path("runs"))
 TRIAL = jobs.job(RunSpec(model="linear", epsilon=2.0, seed=1000, holdout=0.1, lr=0.17), Path("runs"))

@@ -26,6 +26,8 @@ def build(name: str, *, seed: int | None = 0) -> nn.Module:
         ("linear", 30_730),
         ("resnet18", 11_173_962),
         ("vit", 2_693_578),
+        ("resnet18-narrow", 176_402),
+        ("vit-mini", 108_106),
         ("vit-tiny", 5_362_762),
         ("vit-small", 21_342_346),
     ],
@@ -39,7 +41,7 @@ def test_cnn5_has_the_given_number_of_outputs() -> None:
     assert parameter_count(models.CNN5(classes=100)) == 412_426 + 90 * per_class
 
 
-@pytest.mark.parametrize("name", ["cnn5", "linear", "resnet18", "vit"])  # the other ViTs differ in size only
+@pytest.mark.parametrize("name", ["cnn5", "linear", "resnet18", "vit"])  # the others differ in size only
 @pytest.mark.parametrize(("in_channels", "image_size", "classes"), SHAPES)
 def test_logits_of_every_model_on_every_image_shape(name: str, in_channels: int, image_size: int, classes: int) -> None:
     model = models.build(name, in_channels=in_channels, image_size=image_size, classes=classes, seed=0)

@@ -8,10 +8,11 @@ from importlib import resources
 
 import pytest
 
+from pmlf.experiments.jobs import run_key
 from pmlf.experiments.spec import RunSpec
 from pmlf.mechanism import accounting
 from pmlf.reproduction import paper
-from pmlf.reproduction.artifacts import PROFILES, TUNING_SEED, run_key
+from pmlf.reproduction.artifacts import HELD_OUT, PROFILES, TUNING_SEED
 
 NAMES = [*(f"figure-{n}" for n in range(1, 8)), *(f"table-{n}" for n in range(1, 5))]
 NUMBERS = json.loads((resources.files("pmlf") / "assets" / "paper_numbers.json").read_text())
@@ -46,9 +47,17 @@ def test_every_variant_has_the_same_number_of_trials_at_the_same_rates() -> None
         trials = cell.trials()
         gain = 10.0 if cell.variant.method == "inner-outer" else 1.0
         assert [trial.lr * gain for trial in trials] == pytest.approx(list(cell.panel.rates))
-        assert all(trial.first_part is None for trial in trials)  # as long as the final runs
+        assert {(trial.steps, trial.epochs) for trial in trials} == {(cell.run(0).steps, cell.run(0).epochs)}
         assert {(trial.seed, trial.holdout) for trial in trials} == {(TUNING_SEED, 0.1)}
         assert all(cell.run(seed).holdout is None for seed in range(cell.panel.seeds))
+
+
+@pytest.mark.parametrize("profile", ["paper", "cpu"])
+def test_every_comparison_of_methods_has_a_row_with_shaped_noise(profile: str) -> None:
+    for artifact in paper.ARTIFACTS:
+        for panel in artifact.panels[profile]:
+            shaped = any(variant.method == "dp-pmlf-shaped" for variant in panel.variants)
+            assert shaped == (artifact.name not in ("figure-6", "figure-7")), artifact.name
 
 
 @pytest.mark.parametrize("profile", ["paper", "cpu", "smoke"])
@@ -58,7 +67,8 @@ def test_shaped_rows_have_groups_of_at_least_a_batch(profile: str) -> None:
         for cell in artifact.cells(profile):
             setting, bands = cell.panel.setting, cell.variant.options.bands
             if bands is not None:
-                assert bands * setting.batch_size <= (setting.records or paper.RECORDS[setting.dataset])
+                records = setting.records or paper.RECORDS[setting.dataset]
+                assert bands * setting.batch_size <= records - round(HELD_OUT * records)  # in a trial too
                 found += 1
     assert found > 0
 
@@ -69,7 +79,7 @@ def test_the_paper_profile_has_the_papers_setting() -> None:
     assert (spec.method, spec.dataset, spec.model, spec.epsilon) == ("dp-pmlf", "cifar100", "vit", 8.0)
     assert (spec.lr, spec.batch_size, spec.clip_norm, spec.delta, spec.epochs) == (0.5, 1000, 1.0, 1 / 50_000, 50)
     assert (spec.options.a, spec.options.b) == ((-0.9,), (0.15, -0.05))
-    assert [cell.epsilon for cell in paper.artifact("table-4").cells("paper")][::8][:4] == [2.0, 4.0, 6.0, 8.0]
+    assert [cell.epsilon for cell in paper.artifact("table-4").cells("paper")][::9][:4] == [2.0, 4.0, 6.0, 8.0]
 
 
 @pytest.mark.parametrize(("dataset", "epochs"), [("mnist", 25), ("cifar10", 50)])
@@ -100,7 +110,8 @@ def test_a_run_that_two_artifacts_need_has_one_key() -> None:
 
     assert keys("figure-2") <= keys("figure-4")
     assert keys("figure-6") & keys("table-4") and keys("figure-6") & keys("figure-7")
-    assert len(keys("table-4")) == 4 * 8 + 2 * 8
+    assert keys("figure-5") <= keys("table-3")
+    assert len(keys("table-4")) == 4 * 9 + 2 * 9
 
 
 def test_different_runs_have_different_keys_and_keys_survive_json() -> None:

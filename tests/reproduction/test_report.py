@@ -177,7 +177,7 @@ def test_markdown_says_what_holds_by_how_much_and_what_is_missing() -> None:
     assert "CIFAR-10, CNN-5, ε = 1: DP-PMLF is above DPSGD +5.00" in made
     assert "figure-4: 8 of 9 runs done" in made and "table-4, shared: no run beyond the smoke profile" in made
     assert "figure-2, tuned: no run beyond the smoke profile" in made
-    assert "only in the smoke profile, because they need GPUs: figure-5, table-1, table-2, table-3" in made
+    assert "table-2, shared: no run beyond the smoke profile; run `pmlf reproduce table-2 --profile cpu" in made
     assert "| DP-PMLF | 56.00 ± 1.00 (3 seeds)<br>*paper: about 54* |" in made  # not bold: others have other seeds
     assert (
         "the first 20,000 records, 20 epochs with batches of 1000, 3 seeds, 2 steps with noise multiplier 1.5" in made

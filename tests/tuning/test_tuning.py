@@ -25,13 +25,13 @@ from pmlf.evidence import ledger
 from pmlf.evidence.certificate import examined, sealed
 from pmlf.evidence.certificate_page import page
 from pmlf.experiments import tasks
+from pmlf.experiments.executors import in_this_process
+from pmlf.experiments.jobs import Job
 from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.splits import HOLDOUT, indices
 from pmlf.mechanism.composition import composed_epsilon
 from pmlf.mechanism.renyi import quiet
 from pmlf.mechanism.selection import Selection
-from pmlf.reproduction.executors import in_this_process
-from pmlf.reproduction.jobs import Job
 from pmlf.tuning import Grid, TuningPlan, TuningResult, tune
 from pmlf.tuning.plan import stored_plan
 from pmlf.tuning.tuner import _begin, silent
@@ -140,7 +140,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 import json
-from pmlf.reproduction.executors import in_this_process
+from pmlf.experiments.executors import in_this_process
 from pmlf.tuning import tune
 from pmlf.tuning.plan import stored_plan
 from pmlf.tuning.tuner import silent

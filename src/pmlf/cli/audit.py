@@ -33,7 +33,8 @@ class ModelOptions:
 
     model: Annotated[str | None, shown_default("none; with --dataset cnn5 or FacebookAI/roberta-base")] = None
     """Audit this model and its loss instead, with the worst record that a search finds. Named as in `pmlf train`.
-    Images: cnn5, linear, resnet18, vit, vit-tiny or vit-small. Texts: a name on the Hugging Face hub, or a folder."""
+    Images: cnn5, linear, resnet18, resnet18-narrow, vit, vit-mini, vit-tiny or vit-small.
+    Texts: a name on the Hugging Face hub, or a folder."""
 
     dataset: Annotated[str | None, shown_default(f"none; with --model {_DATASET}, inside the package")] = None
     """Dataset whose first test records the search starts from. Named as in `pmlf train`.

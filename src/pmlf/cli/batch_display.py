@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from pmlf.reproduction.executors import JobListener
-from pmlf.reproduction.jobs import Job, JobProgress
+from pmlf.experiments.executors import JobListener
+from pmlf.experiments.jobs import Job, JobProgress
 
 
 @contextmanager

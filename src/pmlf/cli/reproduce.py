@@ -62,7 +62,8 @@ class Reproduce(Command):
 
     def execute(self) -> int:
         from pmlf.cli.batch_display import batch_progress
-        from pmlf.reproduction import executors, paper
+        from pmlf.experiments import executors
+        from pmlf.reproduction import paper
         from pmlf.reproduction.campaign import ReproductionPlan, reproduce
 
         if self.list:

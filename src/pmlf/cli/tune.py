@@ -82,7 +82,7 @@ class Tune(Command):
     def execute(self) -> int:
         from pmlf.cli.batch_display import batch_progress
         from pmlf.cli.run_display import train_progress
-        from pmlf.reproduction import executors
+        from pmlf.experiments import executors
         from pmlf.tuning import outcome, tuner
 
         plan, out = self._stored(self.resume) if self.resume is not None else self._new()

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -63,21 +62,20 @@ class Execution:
         """Take the remaining steps, until the run is complete, out of budget or interrupted."""
         private = self.private
         self._observer, self._checkpoint_every = observer, checkpoint_every
-        self._steps = self.spec.steps_to_take(private.steps)
         self._begin = time.monotonic() - self.progress.seconds
         interrupted_by = signalled_by = None
         try:
             with deferred_signals() as interruption:
                 self._save()  # also before the first step, so that every run can be resumed
-                self._observer.started(self.spec, self._steps)
+                self._observer.started(self.spec, private.steps)
                 if private.steps_done:
                     self._observer.stepped(private.steps_done, None)
-                for batch in islice(private.batches(), self._steps - private.steps_done):
+                for batch in private.batches():
                     self._step(batch)
                     if private.processes.by_first(lambda: interruption.by):
                         break
             signalled_by = interruption.by
-            if private.steps_done < self._steps:
+            if private.steps_done < private.steps:
                 interrupted_by = signalled_by
             if interrupted_by is None and self._last_evaluated() != private.steps_done:  # out of budget
                 self._evaluate(None)
@@ -98,7 +96,7 @@ class Execution:
             certified_epsilon=private.budget.claim(),
             noise_multiplier=private.private_step.settings.noise_multiplier,
             steps=private.steps_done,
-            planned_steps=self._steps,
+            planned_steps=private.steps,
             seconds=self.progress.seconds,
             interrupted_by=interrupted_by,
             evaluations=tuple(self.progress.evaluations),
@@ -115,7 +113,7 @@ class Execution:
         private.step(batch)
         training_loss = self.losses.take() if self.losses else None
         self._observer.stepped(private.steps_done, training_loss)
-        if private.steps_done % private.steps_per_epoch == 0 or private.steps_done == self._steps:
+        if private.steps_done % private.steps_per_epoch == 0 or private.steps_done == private.steps:
             self._evaluate(training_loss)
         if self._checkpoint_every is None:
             due = time.monotonic() - self._saved > _SECONDS_BETWEEN_CHECKPOINTS
@@ -149,10 +147,10 @@ class Execution:
         self.folder.write_certificate(self.private, self.progress.not_accounted_for)
 
 
-def follow(spec: RunSpec, private: PrivateRun) -> None:
+def follow(private: PrivateRun) -> None:
     """Take the remaining steps on a rank other than 0, which evaluates and writes alone, and decides when to stop."""
     with deferred_signals():  # rank 0 receives them too
-        for batch in islice(private.batches(), spec.steps_to_take(private.steps) - private.steps_done):
+        for batch in private.batches():
             private.step(batch)
             if private.processes.by_first(lambda: None):
                 break

@@ -117,7 +117,7 @@ def _followed(
         private = _private_run(spec, task, None, None)
         if saved is not None:
             _restore(private, saved["run"])
-        follow(spec, private)
+        follow(private)
     return processes.by_first(_of_rank_0)
 
 

@@ -134,8 +134,8 @@ class Setting(Budget):
     """Use only this number of records: the first ones of the training split and of the test split."""
 
     model: Annotated[str | None, shown_default("images cnn5, tables mlp, texts FacebookAI/roberta-base")] = None
-    """Images: cnn5, linear, resnet18, vit, vit-tiny or vit-small; or prior-linear, a private linear model on features
-    from synthetic images, for small epsilons. Tables: mlp or linear. Texts, and images too:
+    """Images: cnn5, linear, resnet18, resnet18-narrow, vit, vit-mini, vit-tiny or vit-small; or prior-linear, a private
+    linear model on features from synthetic images, for small epsilons. Tables: mlp or linear. Texts, and images too:
     the name of a model on the Hugging Face hub, or a folder with a model in safetensors format."""
 
     augment: bool = False
@@ -224,7 +224,6 @@ class RunSpec(Setting):
     """One run: a method in a setting."""
 
     method: str = "dp-pmlf"
-    first_part: float | None = None  # run only this fraction of the planned steps, as in a tuning trial
     part: tuple[float, float] | None = (
         None  # train on this part of the records, in a public random order, as tuning does
     )
@@ -245,10 +244,6 @@ class RunSpec(Setting):
             raise ValueError(f"optimizer={self.optimizer!r} is not known: give one of {', '.join(OPTIMIZERS)}")
         parameters = {_option(self.method, name): value for name, value in self._parameters().items()}
         return replace(super().resolved(records), model=self.model_name, options=MethodOptions(**parameters))
-
-    def steps_to_take(self, planned: int) -> int:
-        """Number of steps to run, out of the planned steps for which the noise is calibrated."""
-        return planned if self.first_part is None else math.ceil(self.first_part * planned)
 
     def to_json(self) -> str:
         """JSON text with all fields that are not None."""

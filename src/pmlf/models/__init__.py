@@ -33,7 +33,11 @@ _BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "cnn5": lambda channels, size, classes: CNN5(channels, classes),
     "linear": lambda channels, size, classes: linear(channels * size * size, classes),
     "resnet18": lambda channels, size, classes: resnet18(channels, classes),
+    "resnet18-narrow": lambda channels, size, classes: ResNet(width=8, in_channels=channels, classes=classes),
     "vit": lambda channels, size, classes: ViT(size, in_channels=channels, classes=classes),
+    "vit-mini": lambda channels, size, classes: ViT(
+        size, in_channels=channels, classes=classes, depth=2, width=64, heads=2
+    ),
     "vit-tiny": lambda channels, size, classes: ViT(size, in_channels=channels, classes=classes, depth=12),
     "vit-small": lambda channels, size, classes: ViT(
         size, in_channels=channels, classes=classes, depth=12, width=384, heads=6

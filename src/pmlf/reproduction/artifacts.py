@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pmlf.experiments.spec import MethodOptions, RunSpec, Setting
+from pmlf.tuning import Grid, TuningPlan
+from pmlf.tuning.plan import UNACCOUNTED
 
 PROFILES = ("paper", "cpu", "smoke")
 PROTOCOLS = ("shared", "tuned")
 HELD_OUT = 0.1  # fraction of the training split for choosing learning rates
 TUNING_SEED = 1000  # not a seed of a final run
-_ALWAYS_IN_KEY = ("method", "dataset", "model", "lr", "optimizer", "batch_size", "clip_norm", "clipping", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,6 @@ class Panel:
     epsilons: tuple[float, ...]
     variants: tuple[Variant, ...]
     seeds: int
-    trial_part: float | None  # fraction of a final run's steps in a tuning trial; None for all
     rates: tuple[float, ...]  # of the tuned protocol, the same for every variant: learning rate times filter's DC gain
 
 
@@ -51,14 +49,20 @@ class Cell:
         """The final run with a seed, which gives all variants the same initial weights and batches."""
         return self._spec(seed=seed, lr=self.panel.setting.lr if rate is None else rate)
 
-    def trials(self) -> tuple[RunSpec, ...]:
-        """One run per rate, trained without the held-out records and evaluated on them.
+    @property
+    def tuning(self) -> TuningPlan:
+        """How the tuned protocol chooses the learning rate: by trials as long as final runs, on held-out records.
 
         A rate is divided by the DC gain of the variant's filter, so that all variants try steps of the same sizes.
         """
-        spec = self._spec(seed=TUNING_SEED, holdout=HELD_OUT, first_part=self.panel.trial_part)
-        gain = spec.build_method().low_pass.dc_gain
-        return tuple(replace(spec, lr=rate / gain) for rate in self.panel.rates)
+        base = self._spec(seed=TUNING_SEED)
+        gain = base.build_method().low_pass.dc_gain
+        grid = Grid(values={"lr": tuple(rate / gain for rate in sorted(self.panel.rates))})
+        return TuningPlan(base=base, grid=grid, mode=UNACCOUNTED, judged=HELD_OUT)
+
+    def trials(self) -> tuple[RunSpec, ...]:
+        """One run per rate, smallest first, trained without the held-out records and evaluated on them."""
+        return tuple(self.tuning.trial(number, number) for number in self.tuning.draws())
 
     def _spec(self, **changes: Any) -> RunSpec:
         chosen = {"method": self.variant.method, "options": self.variant.options, "epsilon": self.epsilon}
@@ -84,14 +88,3 @@ class Artifact:
             for epsilon in panel.epsilons
             for variant in panel.variants
         )
-
-
-def run_key(spec: RunSpec) -> str:
-    """The name of a run's folder: a hash of its spec. Options at their default do not change it.
-
-    >>> run_key(RunSpec(seed=1)) == run_key(RunSpec(seed=1)) != run_key(RunSpec(seed=2))
-    True
-    """
-    defaults = asdict(RunSpec())
-    hashed = {name: value for name, value in asdict(spec).items() if name in _ALWAYS_IN_KEY or value != defaults[name]}
-    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:16]

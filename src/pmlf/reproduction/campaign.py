@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pmlf.basics.files import write_atomically
+from pmlf.experiments.executors import Executor, JobListener
+from pmlf.experiments.jobs import CERTIFICATE, MACHINE, RESULT, Job, JobProgress, finished, job, locked
 from pmlf.experiments.spec import RunSpec
 from pmlf.reproduction.artifacts import PROTOCOLS, Artifact, Cell
-from pmlf.reproduction.executors import Executor, JobListener
-from pmlf.reproduction.jobs import CERTIFICATE, MACHINE, RESULT, Job, JobProgress, finished, job, locked
+from pmlf.reproduction.stand_ins import with_stand_ins
+from pmlf.tuning import choice
 
 RUNS = "runs"
 
@@ -132,11 +134,11 @@ def _final(plan: ReproductionPlan, cell: Cell, seeds: int, known: RunsByKey) -> 
 
 def chosen_rate(plan: ReproductionPlan, cell: Cell, known: RunsByKey) -> float | None:
     """The learning rate of the best trial, the smallest if several are best; None if trials are missing."""
-    trials = _runs(plan, cell.trials(), known)
-    if len(trials) < len(cell.panel.rates):
+    candidates, trials = cell.tuning.grid.candidates, _runs(plan, cell.trials(), known)
+    if len(trials) < len(candidates):
         return None
-    accuracies = {trial["lr"]: trial["accuracy"] for trial in trials}
-    return max(sorted(accuracies), key=lambda rate: accuracies[rate])
+    rate: float = candidates[choice.best([trial["accuracy"] for trial in trials])]["lr"]
+    return rate
 
 
 def write_record(plan: ReproductionPlan) -> dict[str, Any]:
@@ -198,6 +200,7 @@ def _cell(plan: ReproductionPlan, cell: Cell, before: _Before) -> dict[str, Any]
         "target_epsilon": cell.epsilon,
         "lr": None,
         "records": setting.records,
+        "image_size": setting.own.image_size,
         "batch_size": setting.batch_size,
         "epochs": setting.epochs,
         "steps": setting.steps,
@@ -213,6 +216,8 @@ def _cell(plan: ReproductionPlan, cell: Cell, before: _Before) -> dict[str, Any]
     }
     if plan.protocol == "tuned":
         document["trials"] = _runs(plan, cell.trials(), before.runs)
+        if runs:  # the folder may belong to a run of the shared protocol too: only the record says it
+            document["certificate"] = choice.unaccounted(document["certificate"], len(document["trials"]))
     return document
 
 
@@ -263,7 +268,7 @@ def _execute(plan: ReproductionPlan, specs: Sequence[RunSpec], execute: Executor
     jobs = {job.key: job for job in map(plan.job, specs)}
     left = [job for job in jobs.values() if not _complete(job)]
     keeper.expected(len(left))
-    execute(left, keeper)
+    execute([replace(job, spec=with_stand_ins(job.spec, (plan.out / RUNS).absolute())) for job in left], keeper)
 
 
 def _runs(plan: ReproductionPlan, specs: Sequence[RunSpec], known: RunsByKey) -> list[dict[str, Any]]:

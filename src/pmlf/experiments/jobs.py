@@ -1,25 +1,26 @@
-"""A job: one run in its own folder, and the function that runs it."""
+"""A job: one of many runs, in its own folder, and the function that runs it."""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pmlf import machine
 from pmlf.basics.files import write_json
 from pmlf.experiments.results import SilentObserver
 from pmlf.experiments.spec import RunSpec
-from pmlf.reproduction.artifacts import run_key
 
 RESULT = "result.json"
 MACHINE = "machine.json"  # the machine of the run
 CERTIFICATE = "certificate.json"
 PROGRESS_SECONDS = 0.5  # least time between two reports of progress
+_ALWAYS_IN_KEY = ("method", "dataset", "model", "lr", "optimizer", "batch_size", "clip_norm", "clipping", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,17 @@ class JobProgress:
 OnProgress = Callable[[JobProgress], None]
 
 
+def run_key(spec: RunSpec) -> str:
+    """The name of a run's folder: a hash of its spec. Options at their default do not change it.
+
+    >>> run_key(RunSpec(seed=1)) == run_key(RunSpec(seed=1)) != run_key(RunSpec(seed=2))
+    True
+    """
+    defaults = asdict(RunSpec())
+    hashed = {name: value for name, value in asdict(spec).items() if name in _ALWAYS_IN_KEY or value != defaults[name]}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def job(spec: RunSpec, runs: Path, *, data_dir: Path | None = None, threads: int | None = None) -> Job:
     """The job of a spec, with its folder in the folder `runs`."""
     return Job(spec=spec, folder=runs / run_key(spec), data_dir=data_dir, threads=threads)
@@ -85,16 +97,14 @@ def run_job(job: Job, on_progress: OnProgress) -> None:
     import torch
 
     from pmlf.experiments import runner
-    from pmlf.reproduction import stand_ins
 
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     with locked(job.folder):
         if finished(job.folder):
             return
-        spec = stand_ins.with_stand_ins(job.spec, job.folder.parent)
         observer = _ProgressObserver(job, on_progress)
-        result = runner.run(spec, job.folder, data_dir=job.data_dir, observer=observer, resume=True)
+        result = runner.run(job.spec, job.folder, data_dir=job.data_dir, observer=observer, resume=True)
         if result.signalled_by is not None:
             raise KeyboardInterrupt
 
