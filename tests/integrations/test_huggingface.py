@@ -6,17 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from accelerate import ParallelismConfig
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
-    BertConfig,
     BertForMaskedLM,
     BertForQuestionAnswering,
     BertForSequenceClassification,
@@ -24,96 +26,26 @@ from transformers import (
     DataCollatorWithFlattening,
     GPT2Config,
     GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
-    TrainingArguments,
-    get_linear_schedule_with_warmup,
 )
 
 import pmlf
 from pmlf.integrations.huggingface import PrivacyArguments, PrivateTrainer
 from pmlf.integrations.huggingface.losses import loss_function
+from small_trainers import LENGTH, PRIVACY, arguments, bert, classifier, plain_loop, records, trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDS, LENGTH = 48, 6
-SMALL = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-PRIVACY = {"noise_multiplier": 0.8, "target_delta": 1e-3, "noise_seed": 5, "method": "dp-pmlf"}
-
-
-def bert(**changed: Any) -> BertConfig:
-    return BertConfig(**SMALL, max_position_embeddings=16, **changed)
-
-
-def records() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, 20, (RECORDS, LENGTH), generator=generator)
-    mask = torch.ones(LENGTH, dtype=torch.long)
-    return [{"input_ids": row, "attention_mask": mask, "labels": row.sum() % 2} for row in ids]
-
-
-def classifier() -> BertForSequenceClassification:
-    torch.manual_seed(0)
-    return BertForSequenceClassification(bert(num_labels=2))
-
-
-def arguments(folder: Path, **changed: Any) -> TrainingArguments:
-    given: dict[str, Any] = {
-        "per_device_train_batch_size": 6,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 4,
-        "learning_rate": 0.01,
-        "max_grad_norm": 0.7,
-        "logging_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return TrainingArguments(output_dir=str(folder), **(given | changed))
-
-
-def trainer(folder: Path, model: nn.Module | None = None, **changed: Any) -> PrivateTrainer:
-    return PrivateTrainer(
-        classifier() if model is None else model,
-        arguments(folder, **changed),
-        train_dataset=records(),
-        privacy=PrivacyArguments(**PRIVACY),
-    )
 
 
 @pytest.mark.slow
 def test_a_private_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
     private = trainer(tmp_path, warmup_steps=2, optim="adamw_torch", weight_decay=0.1)
     private.train()
-    model = classifier().train()
-    decayed = private.get_decay_parameter_names(model)
-    groups = [
-        {"params": [p for name, p in model.named_parameters() if name in decayed], "weight_decay": 0.1},
-        {"params": [p for name, p in model.named_parameters() if name not in decayed], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
-    run = pmlf.make_private(
-        model=model,
-        optimizer=optimizer,
-        scheduler=get_linear_schedule_with_warmup(optimizer, 2, 4),
-        dataset=records(),
-        loss_fn=lambda model, batch: F.cross_entropy(
-            model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits,
-            batch["labels"],
-            reduction="none",
-        ),
-        method="dp-pmlf",
-        noise_multiplier=0.8,
-        target_delta=1e-3,
-        batch_size=12,
-        steps=4,
-        clip_norm=0.7,
-        max_physical_batch_size=6,
-        seed=5,
-    )
-    for batch in run.batches():
-        run.step(batch)
+    run = plain_loop(private.get_decay_parameter_names(private.model), records(), batch_size=12, together=6)
     trained = private.model.state_dict()
-    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, trained[name]) for name, value in run.model.state_dict().items())
     assert private.certificate()["epsilon"] == run.certificate()["epsilon"]
 
 
@@ -190,6 +122,70 @@ def test_the_loss_of_each_sample_is_the_models_own_loss_on_that_sample_alone(nam
     assert torch.allclose(losses, torch.stack(alone).double(), rtol=1e-6)  # some of their losses are in float32
 
 
+def t5() -> T5ForConditionalGeneration:
+    config = T5Config(  # type: ignore[call-arg]  # of its base class
+        vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def gpt2_with_lora() -> Any:
+    config = GPT2Config(
+        vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return get_peft_model(GPT2LMHeadModel(config), LoraConfig(r=2, task_type="CAUSAL_LM", fan_in_fan_out=True))
+
+
+def one_at_a_time(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The model's own loss of each sequence in a batch by itself: a mean over its labelled tokens."""
+    rows = range(len(batch["labels"]))
+    return torch.stack([model(**{name: value[i : i + 1] for name, value in batch.items()}).loss for i in rows])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [t5, gpt2_with_lora])
+def test_a_sequence_has_one_loss_whatever_its_number_of_labels(build: Callable[[], Any], tmp_path: Path) -> None:
+    """Trained weights are those of the plain loop with the model's own loss, one sequence at a time."""
+    rows = [
+        {"input_ids": ids, "labels": ids.where(torch.arange(LENGTH) <= 1 + number % 5, -100)}
+        for number, ids in enumerate(row["input_ids"] for row in records())
+    ]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(build())
+    private = PrivateTrainer(
+        models[0],
+        arguments(tmp_path, max_steps=2, lr_scheduler_type="constant", optim="sgd", learning_rate=0.5),
+        train_dataset=rows,
+        privacy=PrivacyArguments(**PRIVACY, assume_independent_samples=True),  # the proof takes seconds
+    )
+    private.train()
+    model = models[1].train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    run = pmlf.make_private(
+        model=model,
+        optimizer=torch.optim.SGD(trained, lr=0.5),
+        dataset=rows,
+        loss_fn=one_at_a_time,
+        gradients="one-by-one",
+        method="dp-pmlf",
+        noise_multiplier=0.8,
+        target_delta=1e-3,
+        batch_size=12,
+        steps=2,
+        clip_norm=0.7,
+        max_physical_batch_size=6,
+        seed=5,
+        assume_independent_samples=True,
+    )
+    for batch in run.batches():
+        run.step(batch)
+    assert (tmp_path / "certificate.json").exists()
+    for (name, one), other in zip(models[0].named_parameters(), model.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6), name
+
+
 @pytest.mark.slow
 def test_an_own_loss_of_each_sample_is_used_and_a_mean_refused(tmp_path: Path) -> None:
     def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -219,6 +215,7 @@ def test_an_own_loss_of_each_sample_is_used_and_a_mean_refused(tmp_path: Path) -
         {"fp16": True},
         {"torch_compile": True},
         {"neftune_noise_alpha": 5.0},
+        {"parallelism_config": ParallelismConfig()},
         {"dataloader_drop_last": True},
         {"include_num_input_tokens_seen": "all"},
         {"train_sampling_strategy": "sequential"},

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from parallel import ranks
+from parallel.together import distance, in_processes
 
 Found = dict[int, list[dict[str, Any]]]
 
@@ -19,25 +18,11 @@ Found = dict[int, list[dict[str, Any]]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What every rank found, by the number of ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("spawn")
-    started = [context.Process(target=ranks.main, args=(rank, folder)) for rank in range(ranks.WORLD)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(300)
-        if process.is_alive():
-            process.kill()
-    errors = [path.read_text() for path in sorted(folder.glob("error-*.txt"))]
-    assert not errors, "\n".join(errors)
-    assert [process.exitcode for process in started] == [0] * ranks.WORLD
+    in_processes(ranks.work, ranks.WORLD, folder)
     return {
         size: [torch.load(folder / f"{size}-{rank}.pt", weights_only=False) for rank in range(size)]
         for size in (2, ranks.WORLD)
     }
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
 
 
 pytestmark = pytest.mark.slow

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from parallel import sharded_ranks as ranks
+from parallel.together import distance, in_processes
 
 pytestmark = pytest.mark.slow
 Found = list[dict[str, Any]]
@@ -19,21 +18,8 @@ Found = list[dict[str, Any]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What every rank found."""
     folder = tmp_path_factory.mktemp("shards")
-    context = multiprocessing.get_context("spawn")
-    started = [context.Process(target=ranks.main, args=(rank, folder)) for rank in range(ranks.WORLD)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(300)
-        if process.is_alive():
-            process.kill()
-    errors = [path.read_text() for path in sorted(folder.glob("error-*.txt"))]
-    assert not errors, "\n".join(errors)
+    in_processes(ranks.work, ranks.WORLD, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks.WORLD)]
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
 
 
 @pytest.mark.parametrize("name", ranks.RUNS)

@@ -11,7 +11,7 @@ from torch import nn
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.fingerprint import summary
 from pmlf.parallel.failure import RankFailed
-from pmlf.parallel.processes import Processes
+from pmlf.parallel.processes import ManyProcesses, Processes
 
 
 class Agreement:
@@ -54,6 +54,24 @@ class Agreement:
         except BaseException as error:
             self.reach(step, error)
             raise
+
+
+def begin_alike(model: nn.Module, processes: Processes) -> None:
+    """Give every rank the parameters and buffers of rank 0, as `DistributedDataParallel` does.
+
+    Args:
+        model: This rank's model, before training.
+        processes: The ranks.
+
+    Raises:
+        ValueError: The ranks' models differ in more than values.
+    """
+    if not isinstance(processes, ManyProcesses):
+        return
+    values = [*model.named_parameters(), *model.named_buffers()]
+    shapes = " ".join(f"{name} {tuple(value.shape)} {value.dtype}" for name, value in values)
+    processes.require_same({"model": shapes})
+    processes.copy_first(value for _, value in values)
 
 
 def facts_of(model: nn.Module) -> dict[str, str]:

@@ -7,7 +7,7 @@ the sum over all ranks with noise, whether facts are the same on all ranks, and 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -150,6 +150,14 @@ class ManyProcesses:
         """Replace a value on one rank by its sum over the ranks; on the others it has no meaning afterwards."""
         with self._reaching("while sums were added up; nothing was released in this step"):
             dist.reduce(value, dst=dist.get_global_rank(self._group, rank), group=self._group)
+
+    def copy_first(self, values: Iterable[Tensor]) -> None:
+        """Replace values by those of rank 0, in place."""
+        for value in values:
+            whole = value.detach().contiguous()
+            with self._reaching("while parameters were sent; nothing was drawn"):
+                dist.broadcast(whole, src=self._first, group=self._group)
+            value.detach().copy_(whole)
 
     def require_same(self, facts: Mapping[str, str]) -> None:
         gathered: list[Any] = [None] * self.size

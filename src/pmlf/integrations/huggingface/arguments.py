@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from transformers import TrainingArguments
 
 from pmlf.engine.plan import Gradients
@@ -30,6 +32,9 @@ class PrivacyArguments:
     )
     method: str = field(default="dp-pmlf", metadata={"help": "a preset of pmlf.methods, or a Method"})
     gradients: Gradients = field(default="ghost", metadata={"help": "ghost, vmap or one-by-one"})
+    ema: float | None = field(
+        default=None, metadata={"help": "decay of an average of the released parameters, 0.95 for example"}
+    )
     secure_noise: bool = field(default=False, metadata={"help": "harden the noise against floating-point attacks"})
     assume_independent_samples: bool = field(
         default=False, metadata={"help": "skip the proof that samples do not influence each other"}
@@ -53,6 +58,13 @@ _REFUSED = (
     _Refusal("torch_compile", bool, "per-sample gradients are taken in eager mode"),
     _Refusal("use_liger_kernel", bool, "its fused loss is a mean over the batch"),
     _Refusal("fp16", bool, "its loss scaling skips steps by looking at gradients before the noise; use bf16=True"),
+    _Refusal(
+        "mixed_precision",
+        lambda value: value not in (None, "no", "bf16"),
+        "only bf16 needs no loss scaling, and accelerate's configuration can set it too",
+    ),
+    _Refusal("parallelism_config", lambda value: value is not None, "a sample is computed whole, by one process"),
+    _Refusal("predict_with_generate", bool, "evaluation computes losses and logits; call model.generate yourself"),
     _Refusal("neftune_noise_alpha", lambda value: value is not None, "its hook is not checked for independence"),
     _Refusal("dataloader_drop_last", bool, "a Poisson batch has no fixed size"),
     _Refusal(
@@ -84,3 +96,15 @@ def refuse_unsupported(args: TrainingArguments) -> None:
             f"{args.n_gpu} GPUs are visible to one process, and DataParallel averages gradients before they are "
             "clipped: start one process for each by torchrun, or set CUDA_VISIBLE_DEVICES to one of them"
         )
+    grouped = dist.is_available() and dist.is_initialized()
+    started = max(int(os.environ.get("WORLD_SIZE", "1")), dist.get_world_size() if grouped else 1)
+    if args.world_size != started:
+        raise ValueError(
+            f"{started} processes were started, and TrainingArguments counts {args.world_size}, so each would train by "
+            "itself: give TrainingArguments(use_cpu=True) on a machine without GPUs"
+        )
+
+
+def uses_bfloat16(args: TrainingArguments) -> bool:
+    """Whether forward passes run under autocast, by `bf16=True` or by accelerate's own configuration."""
+    return bool(args.bf16) or getattr(args, "mixed_precision", None) == "bf16"

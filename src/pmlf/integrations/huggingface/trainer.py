@@ -30,9 +30,11 @@ from pmlf import checkpoint
 from pmlf.basics.files import write_atomically
 from pmlf.evidence.ledger import Ledger
 from pmlf.experiments.spec import default_delta
-from pmlf.integrations.huggingface.arguments import PrivacyArguments, refuse_unsupported
+from pmlf.integrations.huggingface.arguments import PrivacyArguments, refuse_unsupported, uses_bfloat16
 from pmlf.integrations.huggingface.losses import loss_function
 from pmlf.mechanism.sampling import population
+from pmlf.parallel.agreement import begin_alike
+from pmlf.parallel.processes import joined
 from pmlf.run import PrivateRun, make_private
 from pmlf.run.making import planned_steps
 
@@ -51,13 +53,17 @@ class PrivateTrainer(Trainer):
     Training loss and gradient norm are sensitive and never logged; `TrainOutput.training_loss` is NaN. Logs hold the
     learning rate and the epsilon spent. Records of `eval_dataset` are not protected.
 
-    The last run's certificate is written to `output_dir/certificate.json`.
+    The last run's certificate is written to `output_dir/certificate.json`. With `PrivacyArguments(ema=...)`,
+    `private_run.averaged_model()` is the average.
+
+    Under `torchrun` or `accelerate launch` all processes take every step together, from the weights of rank 0. The
+    model is not wrapped, and accelerate's data loader, which repeats records, loads evaluation records only.
 
     Args:
         model: The model to train, also with an adapter of peft.
         args: The training arguments.
         privacy: The privacy arguments.
-        ledger: An open ledger. The target then covers all that is in it.
+        ledger: An open ledger, on rank 0 alone. The target then covers all that is in it.
         data_collator: Makes a batch of a list of records, as in `Trainer`.
         train_dataset: The records to protect, a map-style dataset.
         eval_dataset: Records for evaluation.
@@ -91,6 +97,11 @@ class PrivateTrainer(Trainer):
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         refuse_unsupported(args)
+        if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+            raise ValueError(
+                "the model is cut over processes, and PrivateTrainer saves and evaluates whole models: give it as it "
+                "was before fully_shard, or write the loop with pmlf.make_private"
+            )
         if isinstance(data_collator, DataCollatorWithFlattening):
             raise ValueError(
                 "DataCollatorWithFlattening packs several records into one sequence, so no loss is of one record: give "
@@ -115,6 +126,11 @@ class PrivateTrainer(Trainer):
             optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ValueError(
+                "accelerate is configured for DeepSpeed or FSDP, whose gradients are of the whole batch: choose plain "
+                "data parallel in `accelerate config`, or start the processes by torchrun"
+            )
         self.privacy = privacy
         self.ledger = ledger
         self.private_run: PrivateRun | None = None
@@ -163,7 +179,7 @@ class PrivateTrainer(Trainer):
             if run.steps_done % run.steps_per_epoch == 0 or run.steps_done == run.steps:
                 self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
                 self._log_evaluate_save(run, trial, ignore_keys_for_eval)
-            if self.control.should_training_stop:
+            if run.processes.by_first(lambda: self.control.should_training_stop):
                 break
         return self._end(run, trial, started, run.steps_done - first)
 
@@ -173,17 +189,22 @@ class PrivateTrainer(Trainer):
         n = population(records)
         expected = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         epochs, steps = (None, args.max_steps) if args.max_steps > 0 else (args.num_train_epochs, None)
+        assert self.model is not None
+        begin_alike(self.model, joined("auto", "PrivateTrainer"))
         self.create_optimizer()
         if self._created_lr_scheduler:  # by an earlier call of train
             self.lr_scheduler = None
         self.create_scheduler(num_training_steps=planned_steps(epochs, steps, n, expected))
-        assert self.model is not None and self.optimizer is not None
+        assert self.optimizer is not None
         return make_private(
             model=self.model,
             optimizer=self.optimizer,
             dataset=records,
             loss_fn=loss_function(
-                self.model, smoothing=args.label_smoothing_factor, own=self.compute_loss_func, bfloat16=args.bf16
+                self.model,
+                smoothing=args.label_smoothing_factor,
+                own=self.compute_loss_func,
+                bfloat16=uses_bfloat16(args),
             ),
             method=privacy.method,
             target_epsilon=privacy.target_epsilon,
@@ -196,6 +217,7 @@ class PrivateTrainer(Trainer):
             ledger=self.ledger,
             max_physical_batch_size="auto" if args.auto_find_batch_size else args.per_device_train_batch_size,
             seed=privacy.noise_seed,
+            ema=privacy.ema,
             secure_noise=privacy.secure_noise,
             gradients=privacy.gradients,
             assume_independent_samples=privacy.assume_independent_samples,
