@@ -96,7 +96,8 @@ class Audit(Command):
     """
 
     method: tuple[str, ...] = ("dp-pmlf",)
-    """One or more of dp-pmlf, lp-dpsgd, dpsgd, inner-outer, disk, dp-pmlf-without-pm, dp-pmlf-without-lf."""
+    """One or more of dp-pmlf, lp-dpsgd, dpsgd, inner-outer, disk, dp-pmlf-without-pm, dp-pmlf-without-lf,
+    dp-pmlf-shaped, lp-dpsgd-shaped. One with shaped noise of b bands takes b times as many steps."""
 
     controls: bool = False
     """Audit deliberately broken variants instead; each must be refuted. They have their own steps and sample rate.
