@@ -1,11 +1,12 @@
 """How many models that people train are taken, and how: `pmlf` and Opacus against float64 autograd, one sample a time.
 
-    PYTHONPATH=tests python benchmarks/coverage.py --out coverage.json [--only BERT Swin] [--without-opacus]
+    PYTHONPATH=tests python benchmarks/coverage.py --out docs/results/coverage.json [--only BERT Swin]
 
 The models are those of tests/real_models.py, and of timm, vit-pytorch and x-transformers where installed. Every
-model has default settings: its samples are proven independent and watched. Verdicts of `pmlf`: "fast" (right, by rules
-of operations and layers), "slow" (refused, and right one by one), "refused" (both ways), "wrong", "error" (raised what
-is not a refusal). Of Opacus (hooks): "right", "wrong", "error". The clipped sums of one release are compared, at 1e-4.
+model has default settings: its samples are proven independent and watched. Verdicts of `pmlf`: the way by which it is
+right, "layers" or "operations" (both by `gradients="ghost"`), "vmap" or "one-by-one" (where the ways before refuse it);
+"refused" (by all ways), "wrong", "error" (raised what is not a refusal). Of Opacus (hooks): "right", "wrong", "error".
+The clipped sums of one release are compared, at 1e-4. A model that is in the file already is not run again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pmlf import PrivateStep, fix_model
+from pmlf import PrivateStep, fix_model, machine
 from pmlf.basics.batches import batch_size, select, to_dtype
-from pmlf.engine.plan import Gradients
+from pmlf.engine.plan import GRADIENTS, Gradients
+from tiny_transformers import sweep
 
 Built = tuple[nn.Module, Callable[[Any, Any], Tensor], Any]
 _AGREEMENT = 1e-4
@@ -96,7 +99,8 @@ def reference(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: An
     return torch.stack(rows)
 
 
-def ours(built: Built, clip_norm: float, gradients: Gradients) -> Tensor:
+def ours(built: Built, clip_norm: float, gradients: Gradients) -> tuple[Tensor, str]:
+    """The clipped sum, and the way to it."""
     model, loss_fn, batch = built
     step = PrivateStep(
         model, loss_fn, method="dpsgd", clip_norm=clip_norm, noise_multiplier=0.0, expected_batch_size=1.0,
@@ -104,7 +108,9 @@ def ours(built: Built, clip_norm: float, gradients: Gradients) -> Tensor:
     )  # fmt: skip
     step.accumulate(batch)
     step.release()
-    return torch.cat([p.grad.flatten().double() for p in step.trained if p.grad is not None])
+    by_rules = "operations" if step._plan.learned.by_operations else "layers"
+    found = torch.cat([p.grad.flatten().double() for p in step.trained if p.grad is not None])
+    return found, by_rules if gradients == "ghost" else gradients
 
 
 def opacus(built: Built, clip_norm: float) -> Tensor:
@@ -134,47 +140,63 @@ def verdicts(make: Callable[[], Built], *, beside_opacus: bool) -> dict[str, str
     def right(found: Tensor) -> bool:
         return found.shape == wanted.shape and float((found - wanted).norm() / wanted.norm()) <= _AGREEMENT
 
-    row: dict[str, str] = {}
-    try:
-        row["pmlf"] = "fast" if right(ours(make(), clip_norm, "ghost")) else "wrong"
-    except Exception as error:
-        row["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        row["pmlf"] = "refused" if isinstance(error, ValueError) else "error"
-        try:
-            if right(ours(make(), clip_norm, "one-by-one")) and row["pmlf"] == "refused":
-                row["pmlf"] = "slow"
-        except Exception as second:
-            row["one by one"] = f"{type(second).__name__}: {' '.join(str(second).split())[:200]}"
+    row = _taken(make, clip_norm, right)
     if beside_opacus:
         try:
             row["opacus"] = "right" if right(opacus(make(), clip_norm)) else "wrong"
         except Exception as error:
-            row["opacus"], row["opacus reason"] = (
-                "error",
-                f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
-            )
+            row["opacus"], row["opacus reason"] = "error", _said(error)
     return row
+
+
+def _taken(make: Callable[[], Built], clip_norm: float, right: Callable[[Tensor], bool]) -> dict[str, str]:
+    """By which way a model is taken first, and why not by those before it."""
+    row: dict[str, str] = {}
+    for gradients in GRADIENTS:
+        try:
+            found, way = ours(make(), clip_norm, gradients)
+        except ValueError as error:
+            row[gradients] = _said(error)
+        except Exception as error:
+            return {**row, gradients: _said(error), "pmlf": "error"}
+        else:
+            return {**row, "pmlf": way if right(found) else "wrong"}
+    return {**row, "pmlf": "refused"}
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, help="write the table to this JSON file")
+    parser.add_argument("--out", type=Path, help="the table, a JSON file; what is in it already is kept")
     parser.add_argument("--only", nargs="+", default=[], help="models whose name contains one of these")
+    parser.add_argument("--sweep", action="store_true", help="the models of tiny_transformers.py, and no others")
     parser.add_argument("--without-opacus", action="store_true")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    table: dict[str, dict[str, str]] = {}
-    for name, make in {**zoo(), **others()}.items():
-        if arguments.only and not any(part in name for part in arguments.only):
+    out: Path | None = arguments.out
+    table: dict[str, dict[str, str]] = json.loads(out.read_text())["models"] if out and out.exists() else {}
+    for name, make in (sweep() if arguments.sweep else {**zoo(), **others()}).items():
+        if name in table or (arguments.only and not any(part in name for part in arguments.only)):
             continue
         try:
             table[name] = verdicts(make, beside_opacus=not arguments.without_opacus)
         except Exception as error:  # a model that does not run here, or not in float64
-            table[name] = {"pmlf": "not run", "reason": f"{type(error).__name__}: {str(error)[:200]}"}
-        print(f"{name:32}{table[name]['pmlf']:10}{table[name].get('opacus', ''):8}{table[name].get('reason', '')[:80]}")
-        if arguments.out is not None:
-            arguments.out.write_text(json.dumps({"models": table, "counts": counts(table)}, indent=2) + "\n")
+            table[name] = {"pmlf": "not run", "reason": _said(error)}
+        row = table[name]
+        print(f"{name:32}{row['pmlf']:12}{row.get('opacus', ''):8}{row.get('ghost', '')[:80]}", flush=True)
+        if out is not None:
+            found = {"code": machine.code(), "versions": versions(), "counts": counts(table), "models": table}
+            out.write_text(json.dumps(found, indent=1) + "\n")
     print(counts(table))
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that the models come from, where they are installed."""
+    packages = ("torch", "transformers", "peft", "opacus", "timm", "vit-pytorch", "x-transformers")
+    return {name: version(name) for name in packages if importlib.util.find_spec(name.replace("-", "_")) is not None}
 
 
 def counts(table: dict[str, dict[str, str]]) -> dict[str, dict[str, int]]:

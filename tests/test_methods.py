@@ -96,7 +96,7 @@ def worst_difference(name: str, method_name: str, physical: int, clipping: str =
     return worst
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+pytestmark = pytest.mark.filterwarnings("ignore:(noise_multiplier=0|no loss depends on .unused)")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fuzzing.recipes import OPERATIONS, RANDOM, RECURRENT, REORDERED, Block, Condition
+from fuzzing.recipes import OPERATIONS, RANDOM, RECURRENT, REORDERED, TABLES, Block, Condition
 
 PROMPT = 2  # rows that a prompt puts in front
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -170,7 +170,7 @@ def made(kind: str, width: int, activation: str, tokens: int) -> Layer:
         "attention": lambda: Attention(width, fused=activation in ("gelu", "silu")),
         "conv": lambda: Convolution(width, activation),
     }
-    if kind in OPERATIONS or kind in RECURRENT:
+    if kind in (*OPERATIONS, *RECURRENT, *TABLES):
         from fuzzing.operations import MAKERS  # which are layers of this module
 
         return MAKERS[kind](width)

@@ -25,6 +25,13 @@ def build(recipe: Recipe) -> nn.Module:
     return model.train(recipe.training)
 
 
+class ScaledEmbedding(nn.Embedding):
+    """As in Gemma: scaled by the class that looks it up, and not where it is tied to the head."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.embedding_dim**0.5
+
+
 class Fuzzed(nn.Module):
     """Stem, blocks, pool, head."""
 
@@ -34,7 +41,7 @@ class Fuzzed(nn.Module):
         self.inputs, self.activation = recipe.inputs, recipe.activation
         self.stem: nn.Module = nn.Linear(width, width)
         if recipe.inputs == "tokens":
-            self.stem = nn.Embedding(recipe.vocabulary, width)
+            self.stem = (ScaledEmbedding if recipe.scaled else nn.Embedding)(recipe.vocabulary, width)
         elif recipe.inputs == "images":
             self.stem = nn.Conv2d(CHANNELS, width, 3, stride=2, padding=1)
         self.memory = None if recipe.memory is None else Remembering(recipe.memory, width)

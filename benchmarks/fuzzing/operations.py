@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fuzzing.layers import Layer
 
 _EXPERTS = 3
+_POSITIONS = 64  # more than a sample has tokens
 
 
 def _matrix(*sizes: int) -> nn.Parameter:
@@ -77,6 +78,32 @@ class Recurrent(Layer):
         return found.reshape(rows.shape).contiguous()
 
 
+class PositionTable(Layer):
+    """A row for every position, without a batch axis."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = _matrix(_POSITIONS, width)
+
+    def forward(self, rows: Tensor, mask: Tensor | None) -> Tensor:
+        return rows + self.table[: rows.shape[1]]
+
+
+class RelativePositions(Layer):
+    """Tokens are averaged by weights that follow from their distance alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.biases = nn.Parameter(torch.randn(2 * _POSITIONS))
+
+    def forward(self, rows: Tensor, mask: Tensor | None) -> Tensor:
+        places = torch.arange(rows.shape[1])
+        scores = self.biases[places[:, None] - places + _POSITIONS]  # (tokens, tokens)
+        if mask is not None:
+            scores = scores.masked_fill(~mask.bool()[:, None], -30.0)  # (samples, tokens, tokens)
+        return rows + scores.softmax(-1) @ rows
+
+
 class InPlace(Layer):
     """A bias that is added to half of a tensor's columns, in place."""
 
@@ -110,6 +137,8 @@ MAKERS: dict[str, Callable[[int], Layer]] = {
     "experts": Experts,
     "lstm": lambda width: Recurrent(width, nn.LSTM),
     "gru": lambda width: Recurrent(width, nn.GRU),
+    "position table": PositionTable,
+    "relative positions": RelativePositions,
     "in place": InPlace,
     "checkpointed": Checkpointed,
 }

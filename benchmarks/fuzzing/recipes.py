@@ -19,6 +19,7 @@ ROWWISE = ("linear", "mlp", "layer-norm", "rms-norm", "scale", "layer-scale", "s
 RANDOM = ("dropout", "functional-dropout", "drop-path")
 OPERATIONS = ("einsum", "heads", "standardised", "experts", "in place", "checkpointed")
 RECURRENT = ("lstm", "gru")  # for rows in the order of their sample
+TABLES = ("position table", "relative positions")  # without a batch axis, for whole samples
 OF_SEQUENCES = ("attention", "conv", "group-norm", "prompt", "position", "position-embedding")
 BARE = ("layer-scale", "shift", "prompt", "position")  # parameters of shape (1, ...) that no layer owns
 REORDERED: tuple[Rows, ...] = ("sorted by key", "sorted by length", "picked")
@@ -128,6 +129,7 @@ class Recipe(Data):
     positives: float  # their rate
     spread: float  # of the records' size
     pooled: bool  # a tied head reads the mean of a sample's tokens, and not each of them
+    scaled: bool = False  # an embedding of tokens is a class of its own that multiplies what it looks up
 
     def seed_for(self, purpose: str) -> int:
         return random.Random(f"{self.seed}/{self.index}/{purpose}").getrandbits(31)
@@ -187,15 +189,18 @@ class Recipe(Data):
 
 
 def drawn_with_operations(seed: int, index: int) -> Recipe:
-    """The same recipe as `drawn`, with layers that use their weights by operations in place of some of its own."""
+    """The same recipe as `drawn`, with layers that use their weights by operations in place of some of its own, and
+    half of the embeddings scaled."""
     recipe, chance = drawn(seed, index), random.Random(f"{seed}/{index}/operations")
     blocks = []
     for block in recipe.blocks:
         free = block.layer not in RANDOM and block.layer not in BARE
-        kinds = (*OPERATIONS, *RECURRENT) if block.rows == "plain" else OPERATIONS
+        kinds: tuple[str, ...] = OPERATIONS
+        if block.rows == "plain":
+            kinds += RECURRENT if recipe.inputs == "vectors" else RECURRENT + TABLES
         layer = chance.choice(kinds) if free and chance.random() < 0.7 else block.layer
         blocks.append(replace(block, layer=layer))
-    return replace(recipe, blocks=tuple(blocks))
+    return replace(recipe, blocks=tuple(blocks), scaled=recipe.inputs == "tokens" and chance.random() < 0.5)
 
 
 def drawn(seed: int, index: int) -> Recipe:

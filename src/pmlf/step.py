@@ -202,6 +202,11 @@ class PrivateStep:
         return self._first_look.finding
 
     @property
+    def first_look(self) -> FirstLook:
+        """The checks of the first samples, and what they have found."""
+        return self._first_look
+
+    @property
     def watched(self) -> bool:
         """Whether a few samples of every step run again alone."""
         return self._passes.watch is not None
@@ -369,10 +374,6 @@ class PrivateStep:
         checked = partial(check_collation, self._subject, indices, batch_of)
         with self._holding.lent():
             with_constants_made(self._subject, lambda: batch_of(list(indices[:1])), checked)
-
-    def check_again(self) -> None:
-        """Check the next samples as the first ones: those so far were synthetic."""
-        self._first_look.again()
 
     def _refuse_torn(self) -> None:
         if self._torn:

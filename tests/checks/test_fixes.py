@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import pmlf
 from pmlf.checks.fixes import Attention
+from reference import single_gradient
 from zoo import classify, images
 
 
@@ -191,14 +192,23 @@ def test_spectral_norm_is_replaced_by_one_that_writes_nothing_and_follows_the_we
     assert all(torch.equal(before[name], buffer) for name, buffer in fixed.named_buffers())
 
 
-def test_a_fixed_spectral_norm_trains_privately() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.utils.parametrizations.spectral_norm(nn.Linear(12, 4)))
-    fixed = pmlf.fix_model(model)
-    step = pmlf.PrivateStep(
-        fixed, classify, noise_multiplier=1.0, expected_batch_size=3, gradients="one-by-one", clip_norm=1.0
-    )
-    step.accumulate(images(3, 2, 2)(3))
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+@pytest.mark.parametrize("frozen", [True, False])
+def test_spectral_norm_in_eval_mode_or_fixed_has_the_gradients_of_autograd(frozen: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(12, 4))
+    model = nn.Sequential(nn.Flatten(), layer)
+    model = model.eval() if frozen else pmlf.fix_model(model)
+    step = pmlf.PrivateStep(model, classify, method="dpsgd", noise_multiplier=0.0, expected_batch_size=1, clip_norm=0.5)
+    x, labels = images(3, 2, 2)(3)
+    wanted = torch.zeros((), dtype=torch.float64)
+    for i in range(3):
+        v = torch.cat([part.flatten() for part in single_gradient(model, classify, (x[i : i + 1], labels[i : i + 1]))])
+        wanted = wanted + v.double() * min(1.0, 0.5 / float(v.norm()))
+    step.accumulate((x, labels))
     step.release()
+    found = torch.cat([p.grad.flatten().double() for p in step.trained if p.grad is not None])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_the_spectral_norm_of_hooks_is_refused_with_the_other_to_use() -> None:

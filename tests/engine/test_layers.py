@@ -24,7 +24,7 @@ from reference import single_gradient
 from zoo import CASES, classify, make
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:noise_multiplier=0"),
+    pytest.mark.filterwarnings("ignore:(noise_multiplier=0|no loss depends on .unused)"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
 ]
 

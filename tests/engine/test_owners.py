@@ -16,7 +16,7 @@ from pmlf.engine.strategy import Fixed, Strategy, Way
 from reference import Reference, to_double
 from zoo import CASES, make
 
-pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+pytestmark = pytest.mark.filterwarnings("ignore:(noise_multiplier=0|no loss depends on .unused)")
 SIZES = (1, 3, 50, 2)  # records of each unit
 WIDE = {
     **{name: methods.PRESETS[name]() for name in methods.NAMES if not name.endswith("shaped")},

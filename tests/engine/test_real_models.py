@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{message}")
     for message in (
         "noise_multiplier=0",
+        "no loss depends on",  # embeddings for masks, a norm behind a head
         ".torch.jit.script. is deprecated",  # DeBERTa scripts a function of its own
     )
 ]
@@ -145,6 +146,13 @@ def test_a_real_model_has_the_reference_s_gradients_and_norms(name: str) -> None
     assert path_of(name) == REAL[name].path
     compare(name, k=1)
     compare(name, k=2)
+
+
+def test_a_tied_embedding_that_its_own_class_scales_is_taken_by_rules() -> None:
+    model, loss_fn, batch = REAL["Gemma 3"].made()
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    assert type(embedding) is not nn.Embedding and embedding.weight is model.lm_head.weight  # type: ignore[union-attr]
+    assert rules_used(model, loss_fn, batch)["model.embed_tokens.weight"] == "embedding, linear"
 
 
 @pytest.mark.slow

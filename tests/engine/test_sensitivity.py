@@ -17,7 +17,7 @@ from pmlf.engine.plan import Plan
 from pmlf.engine.strategy import Cheapest, Fixed, Strategy, Way
 from zoo import CASES, make
 
-pytestmark = pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+pytestmark = pytest.mark.filterwarnings("ignore:(noise_multiplier=0|no loss depends on .unused)")
 TOLERANCE = 1e-4
 
 

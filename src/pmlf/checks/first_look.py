@@ -9,6 +9,7 @@ import torch
 from pmlf.basics.batches import Signature, batch_size, select, signature
 from pmlf.checks.comparison import Subject, trained, undisturbed
 from pmlf.checks.finding import ASSUMED, STRUCTURAL, Finding
+from pmlf.checks.reach import unreached, warn_of
 from pmlf.checks.validation import check_augmentation, check_losses, check_samples, refuse_unsafe_model
 from pmlf.checks.ways_out import faster_way
 from pmlf.engine.anatomy import Anatomy
@@ -46,6 +47,12 @@ class FirstLook:
         self._losses = False
         self._findings: dict[tuple[Modes, Signature], Finding] = {}
         self._largest: dict[tuple[Modes, Signature], int] = {}  # micro-batch that a finding covers
+        self._unreached: tuple[str, ...] | None = None  # before it was looked at
+
+    @property
+    def unreached(self) -> tuple[str, ...]:
+        """Trained parameters that no loss depends on, by synthetic samples; none before anything was looked at."""
+        return self._unreached or ()
 
     @property
     def finding(self) -> Finding | None:
@@ -73,11 +80,15 @@ class FirstLook:
             self.again()
         try:
             choose_capture(self._subject, batch)
-            return self._by_layers_or_operations(batch, size, modes)
+            rows = self._by_layers_or_operations(batch, size, modes)
         except UnsupportedModel as error:
             if self._gradients != "ghost":
                 raise
             raise UnsupportedModel(error.reason, faster_way(self._subject, batch)) from error.__cause__
+        if self._unreached is None:
+            self._unreached = unreached(self._subject, batch)
+            warn_of(self._unreached)
+        return rows
 
     def _by_layers_or_operations(self, batch: Any, size: int, modes: Modes) -> Rows:
         try:

@@ -82,7 +82,10 @@ def _unsafe(module: nn.Module) -> str | None:
             f"statistics that it has, or {way}"
         )
     if isinstance(module, _SpectralNorm) and "_u" in module._buffers and module.training:
-        return f"writes the vectors of its power iteration in every pass: {_FIX} by one that writes nothing"
+        return (
+            "writes the vectors of its power iteration in every pass: put it in eval mode, with the vectors that it "
+            f"has, or {_FIX} by one that writes nothing"
+        )
     if isinstance(module, _InstanceNorm) and module.track_running_stats and not fixed:
         return f"saves running statistics of the data without noise: set track_running_stats=False, or {_FIX}"
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pmlf.evidence.budget import BudgetGuard
-from pmlf.evidence.description import ADAPTIVE, LARGEST, OVERFLOW, SELECTION, SHAPE, UNITS, Contradiction
+from pmlf.evidence.description import ADAPTIVE, LARGEST, OVERFLOW, SELECTION, SHAPE, UNITS, UNREACHED, Contradiction
 from pmlf.evidence.mechanism_words import MechanismWords
 from pmlf.evidence.statement import (
     BANDS,
@@ -57,6 +57,7 @@ class CertifiedRun:
         reproducible: Whether a seed reproduces the noise.
         independence: How the independence of samples is known.
         watched: Whether samples of every step are run again alone.
+        unreached: Trained parameters that no loss depends on, by synthetic samples; they get noise alone.
         processes: The number of processes that take every step together.
         adaptive: How the clip norm changes; None if it does not.
         sum_multiplier: The noise multiplier of the sum alone, if the clip norm is adaptive.
@@ -74,6 +75,7 @@ class CertifiedRun:
     reproducible: bool
     independence: str
     watched: bool
+    unreached: tuple[str, ...] = ()
     processes: int = 1
     adaptive: AdaptiveClipping | None = None
     sum_multiplier: float | None = None
@@ -128,6 +130,7 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
             "reproducible_noise": run.reproducible,
             "independence_of_samples": run.independence,
             "watched_at_every_step": run.watched,
+            **({UNREACHED: list(run.unreached)} if run.unreached else {}),
             "processes": run.processes,
             "trials": [
                 _trial(trial, budget.tally.parts_of(trial), releases) for trial, releases in budget.tally.trials.items()

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from pmlf.evidence.certificate import UNBOUNDED
-from pmlf.evidence.description import ADAPTIVE, SELECTION, SHAPE, UNITS
+from pmlf.evidence.description import ADAPTIVE, SELECTION, SHAPE, UNITS, UNREACHED
 from pmlf.evidence.statement import CAPPED, FILTER, SELECTED
 
 # When the epsilons of the planned and of the released steps hold, by composition.
@@ -147,6 +147,7 @@ def _method(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("noise", document["randomness"]),
         ("samples are independent", document.get("independence_of_samples", "not stated")),
         ("checked at every step", "yes" if document.get("watched_at_every_step") else "no"),
+        *([("noise and no gradient", ", ".join(document[UNREACHED]))] if UNREACHED in document else []),
         ("processes", str(document.get("processes", 1))),
     ]
 

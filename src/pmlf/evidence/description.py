@@ -15,9 +15,10 @@ SHAPE = "noise_shape"  # of a method with shaped noise
 ADAPTIVE, LARGEST, OVERFLOW = "adaptive_clipping", "largest_batch", "overflow"  # of runs that have them
 _SPEC = "spec_digest"  # of the run folder, if there is one
 _INDEPENDENCE, _WATCHED, _PROCESSES = "independence_of_samples", "watched_at_every_step", "processes"
+UNREACHED = "unreached_parameters"  # which get noise and no gradient, if there are any
 UNITS = "units"  # of several records, if those are protected
 SELECTION = "selection"  # of the best of several runs
-OPTIONAL = (_SPEC, _INDEPENDENCE, _WATCHED, _PROCESSES, ADAPTIVE, LARGEST, OVERFLOW, UNITS, SELECTION)
+OPTIONAL = (_SPEC, _INDEPENDENCE, _WATCHED, _PROCESSES, UNREACHED, ADAPTIVE, LARGEST, OVERFLOW, UNITS, SELECTION)
 _VERSIONS = ("python", "torch", "dp-accounting", "dp-pmlf")
 _ROUNDING = 1e-9  # relative
 
@@ -54,6 +55,8 @@ def check_description(entries: JsonObject) -> None:
         entries.text(_INDEPENDENCE)
     if entries.has(_WATCHED):
         entries.truth(_WATCHED)
+    if entries.has(UNREACHED):
+        entries.texts(UNREACHED)
     if entries.has(_PROCESSES):
         entries.count(_PROCESSES, least=1)
     if entries.truth("reproducible_noise") != seeded:

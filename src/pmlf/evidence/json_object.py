@@ -89,6 +89,11 @@ class JsonObject:
         listed = self._of(name, isinstance(self._entries[name], list), "a list of numbers")
         return tuple(JsonObject({name: value}, self._where).number(name) for value in listed)
 
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings."""
+        listed = self._of(name, isinstance(self._entries[name], list), "a list of strings")
+        return tuple(JsonObject({name: value}, self._where).text(name) for value in listed)
+
     def event(self) -> Event:
         """The event that the entries noise_multiplier and sample_rate, and overflow if there is one, describe."""
         rate = self.positive("sample_rate")

@@ -314,6 +314,7 @@ class PrivateRun:
             reproducible=step.randomness.reproducible,
             independence=str(step.independence or "not looked at: no sample was seen since the run was built"),
             watched=step.watched,
+            unreached=step.first_look.unreached,
             processes=self.processes.size,
             largest_batch=self._sampler.largest_batch,
         )

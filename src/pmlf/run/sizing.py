@@ -69,7 +69,7 @@ def physical_batch_size(
     trials = {size: trial(size) for size in sorted({small, large})}
     memory = _Line([(size, peak_bytes(run, device)) for size, run in trials.items()])
     seconds = _Line(list(_best_seconds(trials, device).items()))
-    step.check_again()
+    step.first_look.again()
     fits = math.floor((_MEMORY_SHARE * free - memory.fixed) / memory.each) if memory.each > 0 else most
     if fits < 1:
         raise ValueError(
