@@ -183,10 +183,10 @@ def _small_images(model: str, epsilons: Sequence[float]) -> Panel:
     """For models that are slow on a CPU: a smaller one, fewer and smaller images, E B / n as in the paper."""
     setting = Setting(
         dataset="mnist",
-        records=6_000,
+        records=2_400,
         model=model,
         lr=PAPER_RATE,
-        batch_size=500,
+        batch_size=200,
         epochs=5,
         own=OwnData(image_size=16),
     )
@@ -197,10 +197,10 @@ def _small_texts(epsilons: Sequence[float]) -> Panel:
     """MiniLM in RoBERTa's place, of which the head is trained, on fewer texts, E B / n as in the paper."""
     setting = Setting(
         dataset="sst2",
-        records=2_000,
+        records=1_000,
         model=stand_ins.MINILM,
         lr=PAPER_RATE,
-        batch_size=200,
+        batch_size=100,
         epochs=3,
         pretrained=PretrainedOptions(head_only=True),
     )
