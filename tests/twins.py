@@ -80,7 +80,7 @@ def write_unit_folders(folder: Path, images: Mapping[str, int], classes: Sequenc
     for split in data.SPLITS:
         for name, count in images.items():
             for number in range(count):
-                inside = folder / split / classes[number % len(classes)] / name
+                inside = folder / split / classes[number % len(classes)] / name / ("visit" if number == 2 else "")
                 inside.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(np.full((8, 8, 3), brightness[name], np.uint8)).save(inside / f"{number}.png")
     return folder, brightness

@@ -245,9 +245,9 @@ def _from_folder(folder: Path, split: str, form: ImageForm, target: Target, labe
 
 
 def in_class_folders(folder: Path) -> list[Path]:
-    """The images in the folders of the classes, or one folder deeper, as in CLASS/PATIENT/image.png."""
-    found = (path for depth in ("*/*", "*/*/*") for path in folder.glob(depth))
-    return sorted(path for path in found if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
+    """The images in the folders of the classes, or deeper, as in CLASS/PATIENT/image.png."""
+    found = (path for path in folder.glob("*/**/*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    return sorted(path for path in found if path.is_file())
 
 
 def _by_folder(folder: Path, split: str, target: Target) -> tuple[list[Path], list[Any]]:

@@ -56,8 +56,9 @@ def refuse_unit_folders(path: str | Path, *, split: str = "train") -> None:
 
 
 def _names(images: Path) -> list[str]:
-    """The name of the folder between the class and each image; empty if there is none."""
-    return ["".join(path.relative_to(images).parts[1:-1]) for path in in_class_folders(images)]
+    """The name of the first folder between the class and each image; empty if there is none."""
+    inner = (path.relative_to(images).parts[1:-1] for path in in_class_folders(images))
+    return [folders[0].strip() if folders else "" for folders in inner]
 
 
 def _of_folders(images: Path, column: str) -> list[str]:
