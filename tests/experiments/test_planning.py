@@ -55,6 +55,17 @@ def test_noise_path_and_hours_follow_their_formulas(sweep: planning.Sweep) -> No
         assert point.hours["dp-pmlf"] == pytest.approx(point.steps * point.batch_size * 0.002 / 3600)
 
 
+@pytest.mark.parametrize(("norm", "clip_norm"), [(1.0, 1.0), (30.0, 1.0), (30.0, 50.0), (0.1, 1.0)])
+def test_a_linear_model_takes_noise_in_its_scores_up_to_a_step_that_is_stable(norm: float, clip_norm: float) -> None:
+    one = {**SMALL, "batch_sizes": [400], "epochs": [4]}
+    (point,) = planning.plan(**one, epsilons=[3], clip_norm=clip_norm, input_norm=norm).points  # type: ignore[arg-type]
+    in_scores = norm * point.noise_in_parameters
+    curvature = norm**2 / 2 * min(1.0, clip_norm / norm)  # of a clipped softmax loss, at most
+    highest = 2 * (1 + 0.9) / (1 - 0.9) / curvature  # of a step with the momentum 0.9
+    assert in_scores <= 1.05 * planning.SCORE_NOISE and point.learning_rate <= 1.05 * highest
+    assert max(in_scores / planning.SCORE_NOISE, point.learning_rate / highest) >= 0.95
+
+
 def order(point: planning.PlannedPoint) -> tuple[bool, float, int]:
     return point.steps < planning.LEAST_STEPS, point.epochs, point.batch_size
 
@@ -66,7 +77,7 @@ def test_the_recommendation_is_the_cheapest_that_is_nearly_the_best(sweep: plann
         assert each.point.path_over_noise >= planning.ENOUGH * best
         cheaper = [point for point in same if order(point) < order(each.point)]
         assert all(point.path_over_noise < planning.ENOUGH * best for point in cheaper)
-        assert each.method == ("lp-dpsgd" if each.point.noise_in_gradient >= planning.FILTER_FROM else "dpsgd")
+        assert each.method == "lp-dpsgd"
         assert each.noise_shape == "white" and "Noise: white" in each.reason
         assert ("is possible here" in each.reason) == (8 * each.point.batch_size <= sweep.records)
 

@@ -22,7 +22,7 @@ _GROUPS: dict[str, str] = {
     "data": "dataset data-dir records holdout augment augment-per-point task labels label-column target-range "
     "image-size text-column text-pair-column columns schema features classes public-dataset share judged "
     "final-holdout split text channels examples",
-    "model": "model lora-rank head-only prior max-length parameters device autocast average head",
+    "model": "model lora-rank head-only prior max-length parameters input-norm device autocast average head",
     "privacy": "epsilon epsilons noise-multiplier delta clip-norm clipping clip-quantile largest-batch secure-noise "
     "seed unit-column max-records-per-unit ledger group certificate mode mean-trials distribution sample-rate",
     "optimisation": "method methods k beta a b bands gamma outer-momentum kappa lr lrs seeds learning-rate "

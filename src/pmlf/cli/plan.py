@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -36,7 +37,8 @@ class Planning(Command):
     """Number n of training records."""
 
     model: str = "cnn5"
-    """Images: cnn5, linear, resnet18, vit, vit-tiny or vit-small. Tables, with --features: mlp or linear."""
+    """Images: cnn5, linear, resnet18, resnet18-narrow, vit, vit-mini, vit-tiny or vit-small. Tables, with --features:
+    mlp or linear."""
 
     image_size: int = 32
     """Height and width of the images."""
@@ -65,6 +67,9 @@ class Planning(Command):
     delta: Annotated[float | None, shown_default("1e-5 if that is below 1/n, else n^-1.1")] = None
     """Probability that the epsilon guarantee fails."""
 
+    input_norm: Annotated[float | None, shown_default("square root of the number of inputs")] = None
+    """linear: norm of a typical input, which the learning rate to start with depends on."""
+
     clip_norm: float = 1.0
     """Clip norm C. The learning rate to start with is inversely proportional to it."""
 
@@ -82,7 +87,9 @@ class Planning(Command):
 
         check_plot(self.plot)
         sizes = self.batch_sizes or tuple(sorted({max(1, _round(self.records * share)) for share in _SHARES}))
-        parameters, seconds = self._model()
+        if self.input_norm is not None and (self.model != "linear" or self.parameters is not None):
+            raise ValueError("--input-norm is only for --model linear: leave it out")
+        parameters, seconds, inputs = self._model()
         sweep = planning.plan(
             records=self.records,
             parameters=parameters,
@@ -91,6 +98,7 @@ class Planning(Command):
             epsilons=self.epsilons,
             delta=default_delta(self.records) if self.delta is None else self.delta,
             clip_norm=self.clip_norm,
+            input_norm=self._input_norm(inputs),
             seconds_per_sample=seconds,
         )
         if self.plot is not None:
@@ -106,10 +114,16 @@ class Planning(Command):
         )
         return 0
 
-    def _model(self) -> tuple[int, dict[str, float]]:
-        """The number of parameters, and the time of a sample by method."""
+    def _input_norm(self, inputs: int | None) -> float | None:
+        """The norm of an input of a linear model: as given, or for inputs of size one. None for a network."""
+        if self.model != "linear" or inputs is None:
+            return None
+        return math.sqrt(inputs) if self.input_norm is None else self.input_norm
+
+    def _model(self) -> tuple[int, dict[str, float], int | None]:
+        """The number of parameters, the time of a sample by method, and the number of inputs, if they are known."""
         if self.parameters is not None:
-            return self.parameters, {}
+            return self.parameters, {}, None
         from pmlf import models
         from pmlf.experiments import planning
 
@@ -122,7 +136,8 @@ class Planning(Command):
             )
             inputs = planning.synthetic_images(self.channels, self.image_size)
         count = sum(parameter.numel() for parameter in network.parameters())
-        return count, {} if self.no_timing else planning.seconds_per_sample(network, inputs, self.classes)
+        seconds = {} if self.no_timing else planning.seconds_per_sample(network, inputs, self.classes)
+        return count, seconds, inputs[0].numel()
 
 
 def table(sweep: Sweep) -> Table:

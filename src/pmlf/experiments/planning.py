@@ -22,7 +22,9 @@ ENOUGH = 0.9  # of the best ratio of path to noise in the sweep: what more batch
 LEAST_STEPS = 250  # the recorded recipes have 300 and 500: with fewer, the optimizer has no time
 SAFE_NOISE = 0.04  # accumulated in each parameter: what the recorded recipes have (docs/recipes.md)
 LONGEST_STEP = 4.0  # learning rate times clip norm: the largest that the recorded trials have
-FILTER_FROM = 0.3  # clip norms of noise in a mean gradient, above which a filter is recommended
+SCORE_NOISE = 0.9  # accumulated in the score of a typical input of a linear model, as `PrivateProbe` allows by default
+STABLE = 76.0  # |x|^2 times the learning rate at which LP-DPSGD oscillates: 2 (1 + 0.9)/(1 - 0.9) over softmax's 1/2
+METHOD = "lp-dpsgd"  # its filter costs no time, and keeps learning rates stable at which DP-SGD oscillates
 TIMED = ("dpsgd", "dp-pmlf")
 _TIMED_SAMPLES, _TIMED_ROUNDS = 16, 2
 
@@ -94,6 +96,7 @@ def plan(
     epsilons: Sequence[float],
     delta: float,
     clip_norm: float = 1.0,
+    input_norm: float | None = None,
     seconds_per_sample: Mapping[str, float] | None = None,
 ) -> Sweep:
     """Compute every combination of batch size, epochs and epsilon. Nothing is trained and no record is read.
@@ -106,6 +109,7 @@ def plan(
         epsilons: Privacy budgets.
         delta: The probability at which epsilon is stated.
         clip_norm: The clip norm C.
+        input_norm: The norm |x| of a typical input of a linear model; None for a network.
         seconds_per_sample: Time of a sample by method, from `seconds_per_sample`; None: no hours.
 
     Returns:
@@ -121,14 +125,16 @@ def plan(
     require_count("records", records, "it is the number of training records")
     require_count("parameters", parameters, "it is the number of trainable parameters")
     require_positive("clip_norm", clip_norm, "it bounds one sample's gradient")
+    if input_norm is not None:
+        require_positive("input_norm", input_norm, "it is the norm of a typical input")
     for name, values in (("batch_sizes", batch_sizes), ("epochs", epochs), ("epsilons", epsilons)):
         if not values:
             raise ValueError(f"`{name}` is empty: give one or more values")
     for size in batch_sizes:
         require_count("batch_sizes", size, "each is an expected number of records per step", most=records)
-    seconds = dict(seconds_per_sample or {})
+    seconds, step = dict(seconds_per_sample or {}), _StepSize(clip_norm=clip_norm, input_norm=input_norm)
     points = tuple(
-        _point(records, parameters, size, times, epsilon, delta, clip_norm, seconds)
+        _point(records, parameters, size, times, epsilon, delta, step, seconds)
         for epsilon in sorted(epsilons)
         for times in sorted(epochs)
         for size in sorted(batch_sizes)
@@ -147,6 +153,26 @@ def plan(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _StepSize:
+    """How large a learning rate may be: by the noise that it lets into the model, and by stability.
+
+    In a network each parameter may take as much noise as in the recorded recipes. The score of a linear model has |x|
+    times the noise of a parameter, so there the norm of an input says how much that is. Its loss has a curvature of at
+    most |x|^2/2, and less by C/|x| where gradients of norm |x| are clipped to C.
+    """
+
+    clip_norm: float
+    input_norm: float | None
+
+    def rate(self, noise: float) -> float:
+        """The learning rate, if a rate of 1/C lets this much noise accumulate in each parameter."""
+        if self.input_norm is None:
+            return _two_digits(min(LONGEST_STEP, SAFE_NOISE / noise) / self.clip_norm)
+        stable = STABLE / self.input_norm * max(self.clip_norm / self.input_norm, 1.0)
+        return _two_digits(min(stable, SCORE_NOISE / (self.input_norm * noise)) / self.clip_norm)
+
+
 def _point(
     records: int,
     parameters: int,
@@ -154,13 +180,13 @@ def _point(
     epochs: float,
     target: float,
     delta: float,
-    clip_norm: float,
+    step: _StepSize,
     seconds: Mapping[str, float],
 ) -> PlannedPoint:
     steps, rate = steps_of_epochs(epochs, records, size), size / records
     z = accounting.noise_multiplier(target_epsilon=target, target_delta=delta, sample_rate=rate, steps=steps)
     per_step = z / size  # standard deviation of the noise in each coordinate of a mean gradient, in clip norms
-    lr = _two_digits(min(LONGEST_STEP, SAFE_NOISE / (per_step * math.sqrt(steps))) / clip_norm)
+    lr = step.rate(per_step * math.sqrt(steps))
     return PlannedPoint(
         target_epsilon=target,
         epsilon=accounting.epsilon(noise_multiplier=z, sample_rate=rate, steps=steps, delta=delta),
@@ -171,7 +197,7 @@ def _point(
         noise_in_gradient=math.sqrt(parameters) * per_step,
         path_over_noise=math.sqrt(steps) / (math.sqrt(parameters) * per_step),
         learning_rate=lr,
-        noise_in_parameters=lr * clip_norm * per_step * math.sqrt(steps),
+        noise_in_parameters=lr * step.clip_norm * per_step * math.sqrt(steps),
         hours={method: steps * size * each / 3600 for method, each in seconds.items()},
     )
 
@@ -185,19 +211,16 @@ def recommended(points: Sequence[PlannedPoint], records: int) -> Recommendation:
     best = max(point.path_over_noise for point in points)
     enough = [point for point in points if point.path_over_noise >= ENOUGH * best]
     chosen = min(enough, key=lambda point: (point.steps < LEAST_STEPS, point.epochs, point.batch_size))
-    filtered = chosen.noise_in_gradient >= FILTER_FROM
-    method = "lp-dpsgd" if filtered else "dpsgd"
     gain = best / chosen.path_over_noise - 1
-    noise = f"The noise in a gradient is {chosen.noise_in_gradient:.2g} clip norms, so "
     return Recommendation(
         point=chosen,
-        method=method,
+        method=METHOD,
         noise_shape="white",
         reason=(
             f"More epochs or larger batches raise the path of the parameters over their noise by at most {gain:.0%}, "
             "because the noise multiplier then grows nearly as fast as the steps gain. "
-            + noise
-            + ("a low-pass filter, which costs no time, is worth it. " if filtered else "DP-SGD needs no filter. ")
+            f"The noise in a gradient is {chosen.noise_in_gradient:.2g} clip norms. A low-pass filter takes part of it "
+            "out and keeps large learning rates stable, at no cost in time. "
             + _shape_in_words(records, chosen.batch_size)
         ),
     )
