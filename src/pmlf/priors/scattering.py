@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _CELL = 4  # pixels: 2 to the number of scales
+_LARGEST_GRID = 8  # cells along an axis; larger images have larger cells
 _MARGIN = _CELL  # pixels of reflection on each side, so that opposite sides of an image do not meet
 _WIDTH = 0.8  # of a wavelet's envelope at the finest scale, in pixels
 _FREQUENCY = 0.75 * math.pi  # of a wavelet at the finest scale, in radians per pixel
@@ -48,11 +49,11 @@ class ScatteringTable:
     def make(cls, spec: ScatteringSpec, images: Tensor, *, mirrors: bool, generator: torch.Generator) -> Self:
         """Wavelets for images of the size of these (N, C, H, H). Nothing is drawn, and no pixel is read."""
         side = images.shape[-1]
-        padded, grid = side + sum(_margins(side)), side // _CELL
+        padded, grid = side + sum(_margins(side)), min(side // _CELL, _LARGEST_GRID)
         turns = [math.pi * number / spec.angles for number in range(spec.angles)]
         banks = [torch.stack([_morlet(padded, scale, turn, 4 / spec.angles) for turn in turns]) for scale in (0, 1)]
         centres = (torch.arange(grid) + 0.5) * side / grid - 0.5 + _MARGIN
-        distances = (torch.arange(padded) - centres[:, None]) / (2 * _WIDTH)
+        distances = (torch.arange(padded) - centres[:, None]) / (2 * _WIDTH * side / (grid * _CELL))
         averages = torch.exp(-distances.square() / 2)
         return cls(spec=spec, wavelets=torch.stack(banks), averages=_of_unit_sum(averages), mirrors=mirrors)
 
