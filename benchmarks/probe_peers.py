@@ -137,9 +137,10 @@ def main() -> None:
     arguments = parser.parse_args()
     given = PretrainedOptions(prior="sentence-embedding")
     splits = feature_splits(RunSpec(dataset="sst2", model=str(arguments.model), pretrained=given), arguments.data_dir)
-    X, y = _unit(splits.features), np.array(splits.labels)
+    width = splits.recipe(1.0)["blocks"][0].width  # the mean of the last layer alone: the peers take one block
+    X, y = _unit(splits.features[:, :width]), np.array(splits.labels)
     ((judged, truth),) = splits.judged_on.values()
-    judged = _unit(judged)
+    judged = _unit(judged[:, :width])
     document: dict[str, Any] = {
         "command": "python benchmarks/probe_peers.py --model DIR --data-dir DATA",
         "dataset": "sst2",

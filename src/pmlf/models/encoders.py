@@ -17,7 +17,7 @@ _TEXT_FILES = "config.json, model.safetensors and a tokenizer"
 _IMAGE_FILES = "config.json and model.safetensors"
 
 Pooling = tuple[tuple[str, int], ...]
-POOLING: Pooling = (("mean", -1),)  # chosen on held-out training records of SST-2
+POOLING: Pooling = tuple(("mean", -layer) for layer in (1, 2, 3, 4))  # chosen on held-out phrases of SST-2
 
 
 def _mean(states: Tensor, mask: Tensor) -> Tensor:
