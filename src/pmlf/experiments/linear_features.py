@@ -109,14 +109,14 @@ def recipe(prior: ImagePrior, epsilon: float) -> dict[str, Any]:
         for block in prior.blocks
     )
     small, colour = epsilon <= _SMALL_EPSILON, prior.spec.channels == 3
-    clip_norm, score_noise = 1.0, 0.9
+    steps, clip_norm, score_noise = 30 if small else 60, 1.0, 0.9
     if colour:
         clip_norm, score_noise = 0.2, 1.8 if small else 1.35
     elif any(isinstance(block, ScatteringSpec) for block in prior.spec.all_blocks):
-        clip_norm, score_noise = 0.2, 1.2
+        steps, clip_norm, score_noise = 120, 0.2, 1.2
     return {
         "blocks": blocks,
-        "steps": 30 if small else 60,
+        "steps": steps,
         "clip_norm": clip_norm,
         "score_noise": score_noise,
         "low_pass": FILTER,
