@@ -6,6 +6,9 @@ import shlex
 
 import pytest
 
+from pmlf.bench.cases import CASES
+from pmlf.bench.contenders import CONTENDERS
+from pmlf.cli.bench import Bench
 from pmlf.cli.help import EXAMPLES
 from pmlf.cli.main import COMMANDS, main, parsed
 
@@ -29,6 +32,14 @@ def test_every_example_can_be_typed(name: str) -> None:
     for example in EXAMPLES[name]:
         program, *arguments = shlex.split(example)
         assert program == "pmlf" and type(parsed(arguments)) is COMMANDS[name]
+
+
+@pytest.mark.slow
+def test_the_examples_of_bench_name_cases_and_contenders_that_there_are() -> None:
+    for example in EXAMPLES["bench"]:
+        given = parsed(shlex.split(example)[1:])
+        assert isinstance(given, Bench)
+        assert set(given.cases or ()) <= set(CASES) and set(given.contenders or ()) <= set(CONTENDERS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

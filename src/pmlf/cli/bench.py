@@ -42,7 +42,7 @@ class Bench(Command):
 
     freed_memory: Literal["kept", "returned"] = "returned"
     """returned: large blocks that a step frees go back to the operating system, which is what malloc does by default.
-    The targets are set for this. kept: each process keeps freed memory for its next step, as `pmlf train` does."""
+    kept: each process keeps freed memory for its next step, as `pmlf train` does. The targets are set for this."""
 
     growth: bool = False
     """Measure instead how time and memory of pmlf grow with k, micro-batch size, width and sequence length."""

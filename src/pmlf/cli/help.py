@@ -90,8 +90,8 @@ EXAMPLES: Mapping[str, tuple[str, str, str]] = {
     ),
     "bench": (
         "pmlf bench",
-        "pmlf bench --cases mlp --rounds 5",
-        "pmlf bench --cases cnn5 --contenders plain pmlf --out bench.json",
+        "pmlf bench --cases cnn5 linear --rounds 3 --freed-memory kept",
+        "pmlf bench --cases llama --contenders plain opacus pmlf-k1 --out bench.json",
     ),
     "selftest": ("pmlf selftest", "pmlf selftest --device cuda", "pmlf selftest --json"),
     "reproduce": (
