@@ -101,6 +101,14 @@ def test_a_certificate_holds(alone: dict[str, Any], shared: dict[str, Any], chec
         assert code == 0 and report["holds"] and err == "" and len(report["claims"]) == 5
 
 
+def test_a_certificate_that_lists_more_that_is_not_accounted_for_holds(alone: dict[str, Any]) -> None:
+    more = certificate.sealed({**alone, "not_accounted_for": [*alone["not_accounted_for"], "the training loss"]})
+    assert certificate.examined(more)[1] is None
+    less = certificate.sealed({**alone, "not_accounted_for": more["not_accounted_for"][1:]})
+    with pytest.raises(ValueError, match="not_accounted_for="):
+        certificate.examined(less)
+
+
 def test_the_epsilon_that_always_holds_is_that_of_all_planned_steps(alone: dict[str, Any]) -> None:
     expected = accounting.epsilon(noise_multiplier=1.0, sample_rate=0.25, steps=6, delta=1e-3)
     assert alone["epsilon"] == alone["epsilon_at_planned_steps"]["pld"] == expected
