@@ -90,6 +90,7 @@ def plain_loop() -> pmlf.PrivateRun:
     return run
 
 
+@pytest.mark.slow
 def test_a_private_strategy_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
     made, run = fitted(tmp_path), plain_loop()
     assert torch.equal(weights(made.lightning_module), weights(run.model))
@@ -99,6 +100,7 @@ def test_a_private_strategy_has_the_bits_of_the_plain_loop(tmp_path: Path) -> No
     assert set(made.logged_metrics) == {"accuracy"}
 
 
+@pytest.mark.slow
 def test_a_resumed_training_ends_in_the_bits_of_one_that_was_not_stopped(tmp_path: Path) -> None:
     whole = fitted(tmp_path / "whole")
     half = fitted(tmp_path / "half", max_epochs=EPOCHS, limit_val_batches=0, callbacks=[Stop()])
@@ -117,6 +119,7 @@ class Stop(lightning.pytorch.Callback):  # type: ignore[name-defined,misc]
         trainer.should_stop = True
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_the_state_of_a_run_is_refused(tmp_path: Path) -> None:
     made = fitted(tmp_path)
     saved = tmp_path / "saved.ckpt"
