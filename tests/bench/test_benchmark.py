@@ -62,7 +62,7 @@ def test_document_has_every_field(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert plain["time_ratio"] == 1.0 and plain["clipped_sum_norm"] is None
     assert private["agrees"] and vmap["agrees"] and len(private["release_seconds"]) == len(private["seconds"])
     assert private["clipped_sum_norm"] == pytest.approx(vmap["clipped_sum_norm"], rel=1e-4)
-    assert [each["holds"] is None for each in document["targets"]] == [False, True, True]
+    assert [each["holds"] is None for each in document["targets"]] == [False, True]
 
 
 def test_unknown_names_and_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +168,7 @@ def test_private_contenders_agree_on_a_model_or_refuse_it(small: case.Case) -> N
             clipped = clipped if runner.release is None else runner.release()
         except Exception:  # what becomes the error of a row
             continue
-        norms[name] = float(sum(float(each.detach().norm()) ** 2 for each in clipped) ** 0.5)
+        norms[name] = runner.divisor * float(sum(float(each.detach().norm()) ** 2 for each in clipped) ** 0.5)
     for name in {"pmlf-k1", "pmlf-k2"} & set(norms):
         assert norms[name] == pytest.approx(norms["vmap"], rel=1e-3), name
     assert "vmap" in norms
@@ -227,8 +227,8 @@ def test_ratios_are_to_the_faster_plain_gradient_and_to_plain_memory() -> None:
 
 def test_targets_on_made_up_numbers() -> None:
     found = checked(made_up("roberta"))
-    assert found["time at k=1 / plain"] == (pytest.approx(1.1), True)
-    assert found["time at k=2 / plain"] == (pytest.approx(2.2), True)
+    assert found["time at k=1 / plain"] == (pytest.approx(1.1), False)
+    assert checked(made_up("vit"))["time at k=1 / plain"] == (pytest.approx(1.1), True)
     assert found["memory at k=2 / plain"] == (pytest.approx(2.0), True)
     assert found["Opacus' best / k=1"] == (pytest.approx(2.0 / 0.88), True)
     assert found["memory at k=2 / Opacus' hooks"] == (pytest.approx(0.2), True)

@@ -1,4 +1,4 @@
-"""Memory of one private step at RoBERTa-base width, against the same plain step, each in its own process."""
+"""Memory of one private step at RoBERTa-base size, against the same plain step, each in its own process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 
 def measured() -> dict[str, float]:
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
-    command = [sys.executable, str(script), "--layers", "8"]
+    command = [sys.executable, str(script)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found: dict[str, float] = json.loads(output.splitlines()[-1])
     return found
 
 
 @pytest.mark.slow
-def test_a_private_step_at_roberta_base_width_peaks_under_two_and_a_half_times_a_plain_one() -> None:
+def test_a_private_step_at_roberta_base_size_peaks_under_two_and_a_half_times_a_plain_one() -> None:
     first = measured()
-    assert first["plain"] > 7e8  # 95 million parameters and their gradients, in float32
+    assert first["plain"] > 9e8  # 125 million parameters and their gradients, in float32
     if first["ratio"] >= 2.5:  # the allocator's peak varies by a few per cent: judge by the median of three
         assert statistics.median([first["ratio"], measured()["ratio"], measured()["ratio"]]) < 2.5
