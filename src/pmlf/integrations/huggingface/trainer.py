@@ -56,7 +56,7 @@ class PrivateTrainer(Trainer):
     The last run's certificate is written to `output_dir/certificate.json`. With `PrivacyArguments(ema=...)`,
     `private_run.averaged_model()` is the average.
 
-    Under `torchrun` or `accelerate launch` all processes take every step together, from the weights of rank 0. The
+    Under `torchrun` all processes take every step together, from the weights of rank 0. The
     model is not wrapped, and accelerate's data loader, which repeats records, loads evaluation records only.
 
     Args:
