@@ -13,6 +13,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # one worker a core: more threads than that only fight
 
 
+def pytest_collectstart() -> None:
+    """A model that a module makes for its tests' parameters is the same in every run."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What tests decode is neither found in the user's cache nor left there; xdist's workers share it."""

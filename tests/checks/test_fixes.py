@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import transformers
@@ -170,9 +172,14 @@ def test_with_neutral_statistics_a_fixed_model_computes_what_the_original_does_i
     torch.testing.assert_close(fixed(x), model(x), rtol=1e-4, atol=1e-4)  # running mean 0, variance 1
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(6, 5), nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(3, 4, 3)])
-def test_spectral_norm_is_replaced_by_one_that_writes_nothing_and_follows_the_weight(layer: nn.Module) -> None:
+@pytest.mark.parametrize(
+    "build", [lambda: nn.Linear(6, 5), lambda: nn.Conv2d(3, 4, 3), lambda: nn.ConvTranspose2d(3, 4, 3)]
+)
+def test_spectral_norm_is_replaced_by_one_that_writes_nothing_and_follows_the_weight(
+    build: Callable[[], nn.Module],
+) -> None:
     torch.manual_seed(0)
+    layer = build()
     parametrized = nn.utils.parametrizations.spectral_norm(layer)
     with pytest.raises(ValueError, match="power iteration"):
         pmlf.PrivateStep(nn.Sequential(parametrized), classify, noise_multiplier=1.0, expected_batch_size=2)

@@ -433,8 +433,9 @@ def test_both_ways_out_are_named_and_check_takes_them() -> None:
 
     torch.manual_seed(0)
     model, batch = Recurrent(), images(5, 6)(4)
-    with pytest.raises(ValueError, match=r'gradients="vmap".*gradients="one-by-one"'):
+    with pytest.raises(ValueError) as refused:  # the faster of the two comes first, as measured
         pmlf.check(model, lambda m, b: classify(m, (b[0] - b[0].mean(0), b[1])), batch)
+    assert all(f'gradients="{way}"' in str(refused.value) for way in ("vmap", "one-by-one"))
     for way in ("vmap", "one-by-one"):
         checked = pmlf.check(model, classify, batch, gradients=way, clip_norm=0.1)
         assert checked.sensitivity <= 1 + 1e-4 and checked.disagreement < 1e-4
