@@ -14,17 +14,20 @@ initial weights, the draws and the noise. "shaped" has the number of bands that 
 epsilon, and is drawn cyclically.
 
 One line is written for a finished job, and a job with a line is not run again. A job that `--minutes` interrupts leaves
-its checkpoint beside the lines and goes on with the same bits in the next call. The order of the jobs: the whole grid
-at epsilon 8, its middle first; then one seed after the other over all methods; then epsilon 4 in the same way.
+its checkpoint beside the lines and goes on with the same bits in the next call. Several calls may run at once: a job is
+locked by the process that runs it. The order of the jobs: the whole grid at epsilon 8, its middle first; then one seed
+after the other over all methods; then epsilon 4 in the same way.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -88,11 +91,15 @@ def scores(out: Path, **wanted: Any) -> dict[tuple[float, int], dict[str, float]
 
 
 def jobs(out: Path) -> Iterator[Job]:
-    """All jobs, in an order in which every prefix is useful. Final jobs follow from what the tuning wrote."""
+    """The jobs known so far, in an order in which every prefix is useful. Final jobs follow from what tuning wrote."""
     for epsilon in EPSILONS:
         for rate in GRID:
             for method in TUNED:
                 yield Job(purpose="tuning", epsilon=epsilon, method=method, rate=rate, seed=TUNING_SEED)
+        if sum(line["purpose"] == "tuning" and line["epsilon"] == epsilon for line in lines(out)) < len(GRID) * len(
+            TUNED
+        ):
+            return
         for seed in SEEDS:
             for method in METHODS:
                 for rate in sorted(set(chosen_rates(out, method, epsilon).values())):
@@ -174,24 +181,50 @@ def train(job: Job, data_dir: str, saved: Path, deadline: float) -> dict[str, An
     }
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """True for the one process that holds the lock; the system gives it back when the process ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+        path.unlink()
+
+
 def measure(data_dir: str, out: Path, minutes: float) -> None:
+    """Run job after job until all are done or time is up."""
     torch.set_num_threads(1)
     deadline = time.monotonic() + 60 * minutes
-    names = tuple(Job.__dataclass_fields__)
-    for job in jobs(out):
-        if any(all(line[name] == getattr(job, name) for name in names) for line in lines(out)):
-            continue
-        if time.monotonic() > deadline:
+    while time.monotonic() < deadline:
+        open_jobs = [job for job in jobs(out) if not done(out, job)]
+        if not open_jobs:
             return
+        if not any(attempt(job, data_dir, out, deadline) for job in open_jobs):
+            time.sleep(5)  # what is left runs elsewhere
+
+
+def done(out: Path, job: Job) -> bool:
+    return any(all(line[name] == value for name, value in asdict(job).items()) for line in lines(out))
+
+
+def attempt(job: Job, data_dir: str, out: Path, deadline: float) -> bool:
+    """Run a job unless another process has it or has just ended it."""
+    with locked(out.with_name(f"{out.stem}-{job.name}.lock")) as mine:
+        if not mine or done(out, job):
+            return False
         saved = out.with_name(f"{out.stem}-{job.name}.safetensors")
         record = train(job, data_dir, saved, deadline)
         if record is None:
             print(f"{job.name}: out of time, goes on from {saved.name}", flush=True)
-            return
+            return True
         with out.open("a") as file:
             file.write(json.dumps(record) + "\n")
         saved.unlink(missing_ok=True)
         print(job.name, record["accuracy"], flush=True)
+        return True
 
 
 def report(out: Path) -> None:
