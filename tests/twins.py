@@ -191,10 +191,12 @@ def write_vision_model(folder: Path, size: int = 24) -> Path:
 
 
 def write_table(path: Path, rows: Sequence[dict[str, object]]) -> Path:
-    """One's own records as .csv, .tsv, .jsonl or .parquet."""
+    """One's own records as .csv, .tsv, .jsonl, .json or .parquet."""
     names = list(rows[0])
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
     elif path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:

@@ -143,7 +143,6 @@ def test_a_mistake_in_python_is_answered_with_a_way_out(name: str) -> None:
 
 
 def test_a_wrong_column_lists_the_columns(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
     (tmp_path / "train.csv").write_text(TABLE)
     (tmp_path / "test.csv").write_text(TABLE)
     found = sources.own_source(tmp_path)

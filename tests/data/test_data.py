@@ -380,8 +380,22 @@ def test_metadata_labels_your_own_images_with_several_labels_or_numbers(tmp_path
     with pytest.raises(ValueError, match=r"has no column 'label', only 'file_name', 'signs', 'age': give one of them"):
         data.load(str(own), target=data.LabelSet(names=("mass", "node")))
     (own / "test" / "2.png").unlink()
-    with pytest.raises(ValueError, match="names 1 files that do not exist"):
+    with pytest.raises(ValueError, match="names a file that does not exist"):
         data.load(str(own), target=data.LabelSet(names=("mass", "node")), label_column="signs")
+
+
+def test_a_row_of_metadata_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "metadata.csv").write_text("label,file_name\ncat\n")
+    with pytest.raises(ValueError, match="has another number of cells than its header"):
+        data.load(str(tmp_path), target=data.Classes(names=("cat", "dog")))
+
+
+def test_a_link_to_a_folder_of_images_is_refused_rather_than_left_out(tmp_path: Path) -> None:
+    write_folder(tmp_path / "own", {"cat": 16, "dog": 16})
+    (tmp_path / "own" / "train" / "cat" / "ann").symlink_to(tmp_path / "own" / "test" / "cat")
+    with pytest.raises(ValueError, match="has a link to a folder in the folder of a class: put the folder itself"):
+        data.load(str(tmp_path / "own"), target=data.Classes(names=("cat", "dog")))
 
 
 @pytest.mark.slow

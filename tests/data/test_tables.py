@@ -52,6 +52,52 @@ def test_a_row_is_encoded_alike_alone_and_among_others() -> None:
     assert np.abs(together).max() <= 1
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".json"])
+@pytest.mark.parametrize("odd", ["A12", "", "NA", "1.5", "2020-01-01", "true"])
+def test_another_record_does_not_change_how_a_record_is_read(suffix: str, odd: str, tmp_path: Path) -> None:
+    schema = data.Schema.parsed(["code=007,12,2019-05-05", "kind=NA,None,true"])
+    written = [("007", "NA"), ("12", "true"), ("2019-05-05", "None")]
+    rows: list[dict[str, object]] = [{"code": code, "kind": kind, "ill": "no"} for code, kind in written]
+    expected = [[1, 0, 0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0, 1, 0], [0, 0, 1, 0, 0, 1, 0, 0]]
+    for alone in ([], [{"code": odd, "kind": odd, "ill": "yes"}]):
+        for place, row in enumerate(rows):
+            path = write_table(tmp_path / f"own{suffix}", [row, *alone])
+            found = data.load_table(path, "train", schema=schema, target=ILL, label_column="ill")
+            assert found.features[0].tolist() == expected[place]
+
+
+def test_a_unit_has_one_name_in_all_parts_of_a_table(tmp_path: Path) -> None:
+    rows = [{"patient": "007", "age": 1}] * 10_000 + [{"patient": "A12", "age": 1}, {"patient": "007", "age": 2}]
+    path = write_table(tmp_path / "own.csv", rows)
+    assert set(data.unit_column(path, "patient")) == {"007", "A12"}
+
+
+def test_a_whole_number_is_found_however_it_is_written(tmp_path: Path) -> None:
+    schema = data.Schema.parsed(["grade=1,2", "smokes=0:1"])
+    rows = [{"grade": "1.0", "smokes": "True", "ill": "1.0"}, {"grade": "2", "smokes": "false", "ill": "0"}]
+    path = write_table(tmp_path / "own.csv", rows)
+    found = data.load_table(path, "train", schema=schema, target=data.Classes(names=("0", "1")), label_column="ill")
+    assert found.features.tolist() == [[1, 0, 0, 1, 0], [0, 1, 0, -1, 0]] and found.labels.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("age,ward,ill\n1,north,no,extra\n", "another number of cells than its header"),
+        ("age,ward,ill\n1,north\n", "another number of cells than its header"),
+        ("age,age,ill\n1,2,no\n", "two columns of one name"),
+        ('age,ward,ill\n1,"secret,no\n', r"cannot be read: correct the file \(Error\)"),
+    ],
+)
+def test_a_broken_file_is_refused_and_shows_no_value(
+    text: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.csv").write_text(text)
+    with pytest.raises(ValueError, match=said) as refused:
+        load(tmp_path / "own.csv")
+    assert "secret" not in str(refused.value) + "".join(capfd.readouterr())
+
+
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "n/a"])
 def test_what_is_no_number_is_missing(value: object) -> None:
     assert data.NumberColumn(name="age", low=0, high=10).encode([value]).tolist() == [[0, 1]]

@@ -129,8 +129,9 @@ def test_errors_of_tables_say_what_is_wrong(tokenizers: dict[str, Any], tmp_path
         ValueError, match=r"has no column 'review', only 'text', 'label': give one of them as text_column"
     ):
         tokenise(path, tokenizer, text="review")
-    with pytest.raises(ValueError, match=r"column 'label' of 'own.csv' has a value that is not a text"):
-        tokenise(path, tokenizer, text="label")
+    numbers = write_table(tmp_path / "own.jsonl", rows)
+    with pytest.raises(ValueError, match=r"column 'label' of 'own.jsonl' has a value that is not a text"):
+        tokenise(numbers, tokenizer, text="label")
     with pytest.raises(ValueError, match="needs text_column and two or more `labels`"):
         data.load_text(str(path))
     with pytest.raises(ValueError, match="dataset 'imdb' does not exist: give one of sst2, qnli, qqp, mnli"):

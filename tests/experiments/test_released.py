@@ -324,6 +324,19 @@ def test_a_pretrained_image_model_is_tuned_and_used(
     torch.testing.assert_close(released.probabilities(paths), run.probabilities(all_records(run)), rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
+def test_of_the_table_that_it_was_trained_on_only_held_out_records_are_scored(
+    runs: dict[str, Trained], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = Path(runs["table"].spec.dataset) / "train.csv"
+    run = Trained(tmp_path / "run", RunSpec(**{**vars(runs["table"].spec), "dataset": str(table), "holdout": 0.3}))
+    for given in ([], ["--dataset", str(table)]):
+        assert main(["evaluate", str(run.folder), *given, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["split"] == "holdout" and found["score"]["records"] == 9
+        assert found["score"] == json.loads(json.dumps(run.result.evaluations[-1].scores["holdout"].to_json()))
+
+
 def refusals(runs: dict[str, Trained], folder: Path) -> Iterator[tuple[list[object], str]]:
     image, table, text = (runs[kind].folder for kind in ("image", "table", "text"))
     rows = Path(runs["table"].spec.dataset)

@@ -16,6 +16,7 @@ from pmlf.basics.files import write_atomically
 from pmlf.cli.common import Command, say
 from pmlf.cli.display import facts
 from pmlf.experiments.options import shown_default
+from pmlf.experiments.spec import RunSpec
 
 _RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_DIR")]
 
@@ -79,7 +80,7 @@ class Evaluate(Command):
 
     dataset: Annotated[str | None, shown_default("the dataset of the run")] = None
     """A dataset named or laid out as in `pmlf train`. A single table is evaluated as a whole, and so is a file of
-    features."""
+    features; but of the table that the run was trained on only the records that it held out."""
 
     split: Annotated[str | None, shown_default("test; validation for sst2, qnli and qqp")] = None
     """The split to evaluate on."""
@@ -98,6 +99,7 @@ class Evaluate(Command):
         from pmlf.data.feature_files import FeatureForm
         from pmlf.experiments.folder import RunFolder
         from pmlf.experiments.released import load
+        from pmlf.experiments.splits import HOLDOUT
 
         released = load(self.run, average=self.average)
         of_a_dataset = not isinstance(released.form.inputs, FeatureForm) and (self.run / "spec.json").exists()
@@ -107,8 +109,9 @@ class Evaluate(Command):
             raise ValueError(f"{str(self.run)!r} does not name its dataset: give `dataset`")
         usual = TEXT_DATASETS[dataset].judged_on[0] if dataset in TEXT_DATASETS else "test"
         label = self.label_column or (None if spec is None else spec.own.label_column) or "label"
-        split = self.split or usual
-        found = released.evaluate(dataset, split=split, data_dir=self.data_dir, label_column=label)
+        same = spec if spec is not None and _is_file_of(spec, dataset) else None
+        split = HOLDOUT if same is not None else self.split or usual
+        found = released.evaluate(dataset, split=split, data_dir=self.data_dir, label_column=label, held_out_by=same)
         self.show(
             {"run": str(self.run), "dataset": dataset, "split": split, "score": found.to_json()},
             facts([(f"{split} {found.metric}", found.in_words()), ("records", str(found.records))]),
@@ -148,6 +151,11 @@ class Export(Command):
             {"format": self.format, "out": str(out), **described}, facts([("written to", str(out)), *_lines(described)])
         )
         return 0
+
+
+def _is_file_of(spec: RunSpec, dataset: str) -> bool:
+    """Whether a dataset is the single file that a run was trained on."""
+    return Path(dataset).is_file() and Path(dataset).resolve() == Path(spec.dataset).resolve()
 
 
 def _lines(described: Mapping[str, Any]) -> list[tuple[str, str]]:

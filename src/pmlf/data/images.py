@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -224,8 +223,7 @@ def _from_hub(spec: ImageSpec, split: str, form: ImageForm, data_dir: str | Path
 
     def encoded() -> _Encoded:
         for table in source.tables(split, {spec.image_column: None, spec.label_column: None}):
-            images = [row["bytes"] for row in table.column(spec.image_column).to_pylist()]
-            yield images, table.column(spec.label_column).to_pylist()
+            yield [row["bytes"] for row in table[spec.image_column]], table[spec.label_column]
 
     return _decoded(source, split, form, spec.target, encoded, resize=form.size != spec.image_size)
 
@@ -245,9 +243,17 @@ def _from_folder(folder: Path, split: str, form: ImageForm, target: Target, labe
 
 
 def in_class_folders(folder: Path) -> list[Path]:
-    """The images in the folders of the classes, or deeper, as in CLASS/PATIENT/image.png."""
-    found = (path for path in folder.glob("*/**/*") if path.suffix.lower() in IMAGE_SUFFIXES)
-    return sorted(path for path in found if path.is_file())
+    """The images in the folders of the classes, or deeper, as in CLASS/PATIENT/image.png.
+
+    Raises:
+        ValueError: If a folder in a folder of a class is a link, whose images would be left out.
+    """
+    found = list(folder.glob("*/**/*"))
+    if any(path.is_symlink() and path.is_dir() for path in found):
+        raise ValueError(
+            f"{str(folder)!r} has a link to a folder in the folder of a class: put the folder itself there"
+        )
+    return sorted(path for path in found if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
 
 
 def _by_folder(folder: Path, split: str, target: Target) -> tuple[list[Path], list[Any]]:
@@ -268,23 +274,21 @@ def _by_folder(folder: Path, split: str, target: Target) -> tuple[list[Path], li
 
 def _listed(folder: Path, label_column: str | None) -> tuple[list[Path], list[Any]]:
     """The files and the labels of metadata.csv."""
+    files: list[Path] = []
+    labels: list[Any] = []
     label = label_column or "label"
-    with (folder / METADATA).open(newline="", encoding="utf-8-sig") as file:
-        rows = csv.DictReader(file)
-        there = list(rows.fieldnames or ())
-        for column, way_out in (("file_name", "name it so"), (label, "give one of them as `label_column`")):
-            if column not in there:
-                only = ", ".join(map(repr, there))
-                raise ValueError(f"{str(folder / METADATA)!r} has no column {column!r}, only {only}: {way_out}")
-        records = [(folder / row["file_name"], row[label]) for row in rows]
-    missing = sum(not path.is_file() for path, _ in records)
-    if missing or not records:
-        raise ValueError(
-            f"{str(folder / METADATA)!r} names {missing} files that do not exist in {str(folder)!r}: correct it"
-            if missing
-            else f"{str(folder / METADATA)!r} has no rows: add the files and their labels"
-        )
-    return [path for path, _ in records], [value for _, value in records]
+    for rows in metadata(folder, {"file_name": None, label: "`label_column`"}):
+        files += [folder / name for name in rows["file_name"]]
+        labels += rows[label]
+    if not all(path.is_file() for path in files):
+        raise ValueError(f"{str(folder / METADATA)!r} names a file that does not exist in {str(folder)!r}: correct it")
+    return files, labels
+
+
+def metadata(folder: Path, columns: Mapping[str, str | None]) -> Iterator[dict[str, list[Any]]]:
+    """Columns of the metadata.csv of a split, each with the option that names it, some rows at a time."""
+    path = folder / METADATA
+    return Source(name=str(path), files={folder.name: [path]}, advice="correct the file").tables(folder.name, columns)
 
 
 def _decoded(

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from pmlf.data.cache import Arrays, cached
-from pmlf.data.sources import Source, own_source
+from pmlf.data.sources import READING, Source, own_source
 from pmlf.data.targets import IGNORED
-from pmlf.data.texts import TextItem, TokenDataset, column_of_texts
+from pmlf.data.texts import TextItem, TokenDataset, texts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def load_language(path: str, split: str, tokenizer: Any, form: LanguageForm) -> 
 
     def make(arrays: Arrays) -> None:
         for table in source.tables(split, {form.text: "text_column"}):
-            tokens = form.tokens(tokenizer, column_of_texts(table, form.text, source.name), source.name)
+            tokens = form.tokens(tokenizer, texts_of(table, form.text, source.name), source.name)
             arrays.append("lengths", np.array([len(each) for each in tokens], dtype=np.int64))
             arrays.append("tokens", np.concatenate(tokens).astype(np.int32))
             arrays.append("labels", np.zeros(len(tokens), dtype=np.int64))  # the texts are their own labels
@@ -109,4 +109,4 @@ def judged_splits(path: str) -> tuple[str, ...]:
 
 def _key(source: Source, split: str, tokenizer: Any, form: LanguageForm) -> str:
     vocabulary = hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest()
-    return source.digest(split, "language", vocabulary, tokenizer.eos_token_id, padding_id(tokenizer), form)
+    return source.digest(split, "language", READING, vocabulary, tokenizer.eos_token_id, padding_id(tokenizer), form)

@@ -1,4 +1,4 @@
-"""The files of a dataset, from the hub, a folder with its layout, or your own. The library `datasets` reads them."""
+"""The files of a dataset, from the hub, a folder with its layout, or your own, and the columns in them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pmlf.basics.hub import snapshot
 from pmlf.data.cache import digest
 from pmlf.data.catalogue import DEFAULT
+from pmlf.data.cells import READERS as TEXT_READERS
+from pmlf.data.cells import Refused, Rows
 from pmlf.data.targets import GIVE_LABELS
 
 DATA_DIR_VARIABLE = "PMLF_DATA"
 ROWS_PER_READ = 1000
 AGAIN = "download the files from the hub again"
 _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-(?P<shards>\d{5})")
-READERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json"}
+READERS = (".parquet", *TEXT_READERS)
+READING = 2  # part of the cache keys of tables: increase it if the same file gives other cells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +48,8 @@ class Source:
         """A cache key for what is computed from the files of a split and the constants `also`."""
         return digest(self.files_of(split), *also)
 
-    def tables(self, split: str, columns: Mapping[str, str | None]) -> Iterator[Any]:
-        """The rows of a split as Arrow tables. Images stay encoded.
+    def tables(self, split: str, columns: Mapping[str, str | None]) -> Iterator[dict[str, list[Any]]]:
+        """The required columns of a split, some rows at a time. Images stay encoded.
 
         Args:
             split: Name of the split.
@@ -54,44 +58,48 @@ class Source:
         Raises:
             ValueError: If a file cannot be read, a column is missing, or there are no rows.
         """
-        files = self.files_of(split)
-        reader = READERS[files[0].suffix]
-        options = {"sep": "\t"} if files[0].suffix == ".tsv" else {}
-        load_dataset = _load_dataset(self.name)
-        try:  # streaming reads in place, without a copy in the cache of `datasets`
-            rows = load_dataset(
-                reader,
-                data_files=[str(file) for file in files],
-                split="train",
-                streaming=True,
-                trust_remote_code=False,
-                **options,
-            )
-            yield from self._checked(split, rows.with_format("arrow").iter(batch_size=ROWS_PER_READ), columns)
-        except _Refused as error:
+        count = 0
+        try:
+            for rows in self._rows(self.files_of(split)):
+                for column, option in columns.items():
+                    if column not in rows.names:
+                        advice = self.advice if option is None else f"give one of them as {option}"
+                        raise Refused(f"{self.name!r} has no column {column!r}, only {_listed(rows.names)}: {advice}")
+                count += rows.count
+                yield {column: rows.column(column) for column in columns}
+            if count == 0:
+                raise Refused(f"{self.name!r} has no records in {split!r}: {self.advice}")
+        except Refused as error:
             raise ValueError(str(error)) from None
-        except Exception as error:  # its class depends on the reader: Arrow, pandas or `datasets`
+        except Exception as error:  # its class depends on the reader
             # without the reader's message, which may quote a record
             raise ValueError(
                 f"a file of {self.name!r} cannot be read: {self.advice} ({type(error).__name__})"
             ) from None
 
-    def _checked(self, split: str, tables: Iterator[Any], columns: Mapping[str, str | None]) -> Iterator[Any]:
-        rows = 0
-        for table in tables:
-            rows += table.num_rows
-            for column, option in columns.items():
-                if column not in table.column_names:
-                    advice = self.advice if option is None else f"give one of them as {option}"
-                    there = _listed(table.column_names)
-                    raise _Refused(f"{self.name!r} has no column {column!r}, only {there}: {advice}")
-            yield table
-        if rows == 0:
-            raise _Refused(f"{self.name!r} has no records in {split!r}: {self.advice}")
+    def _rows(self, files: Sequence[Path]) -> Iterator[Rows]:
+        if files[0].suffix == ".parquet":
+            yield from self._from_parquet(files)
+            return
+        for file in files:
+            yield from TEXT_READERS[file.suffix](file, ROWS_PER_READ)
+
+    def _from_parquet(self, files: Sequence[Path]) -> Iterator[Rows]:
+        """A parquet file states the types of its columns, so none is inferred from the records."""
+        rows = _load_dataset(self.name)(
+            "parquet",
+            data_files=[str(file) for file in files],
+            split="train",
+            streaming=True,  # reads in place, without a copy in the cache of `datasets`
+            trust_remote_code=False,
+        )
+        for table in rows.with_format("arrow").iter(batch_size=ROWS_PER_READ):
+            yield Rows(names=table.column_names, count=table.num_rows, column=partial(_arrow_cells, table))
 
 
-class _Refused(Exception):
-    """The file is readable but does not hold what is needed. The message may be shown."""
+def _arrow_cells(table: Any, name: str) -> list[Any]:
+    found: list[Any] = table.column(name).to_pylist()
+    return found
 
 
 def hub_source(hub_id: str, data_dir: str | Path | None = None, config: str = "") -> Source:
@@ -154,7 +162,7 @@ def _load_dataset(name: str) -> Any:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ValueError(
+        raise Refused(
             f"reading {name!r} needs the package datasets: pip install 'dp-pmlf[data]', "
             f"or choose {DEFAULT!r}, which comes with pmlf"
         ) from error

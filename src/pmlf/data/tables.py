@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pmlf.data.cache import Arrays, cached
-from pmlf.data.sources import own_source
-from pmlf.data.targets import Target, as_number, as_text
+from pmlf.data.sources import READING, own_source
+from pmlf.data.targets import Target, as_number, place_of
 
 _EXAMPLE = "age=0:110 or sex=female,male"
 
@@ -71,7 +71,7 @@ class CategoryColumn:
     def encode(self, values: Sequence[object]) -> NDArray[np.float32]:
         """The features (N, categories + 1) of a column."""
         places = {category: index for index, category in enumerate(self.categories)}
-        chosen = [places.get(as_text(value), len(places)) for value in values]
+        chosen = [place_of(value, places, len(places)) for value in values]
         return np.eye(len(places) + 1, dtype=np.float32)[chosen]
 
 
@@ -232,9 +232,8 @@ def load_table(path: str | Path, split: str, *, schema: Schema, target: Target, 
 
     def make(arrays: Arrays) -> None:
         for table in source.tables(split, required):
-            found = {name: table.column(name).to_pylist() for name in required}
-            arrays.append("labels", target.encode(found[label_column], source.name, source.label_advice))
-            arrays.append("features", schema.encode(found))
+            arrays.append("labels", target.encode(table[label_column], source.name, source.label_advice))
+            arrays.append("features", schema.encode(table))
 
-    arrays = cached(source.digest(split, "table", schema, target, label_column), make)
+    arrays = cached(source.digest(split, "table", READING, schema, target, label_column), make)
     return TableDataset(torch.from_numpy(arrays["features"]), torch.from_numpy(arrays["labels"]))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+_WORDS = {"true": 1.0, "false": 0.0}
 SEPARATOR = "|"  # between the labels of one record
 IGNORED = -100  # a label that counts for nothing, as everywhere in transformers
 GIVE_LABELS = "give all possible `labels`, or remove the rows without one"
@@ -52,7 +53,7 @@ class Classes:
             ValueError: If a value is not a declared class.
         """
         classes = {text: index for index, text in enumerate(self.written or self.names)}
-        found = [classes.get(as_text(value), -1) for value in values]
+        found = [place_of(value, classes, -1) for value in values]
         if -1 in found:
             raise ValueError(f"{source!r} has a label that is not one of {', '.join(classes)}: {advice}")
         return np.array(found, dtype=np.int64)
@@ -259,8 +260,25 @@ def as_text(value: object) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
+def place_of(value: object, places: Mapping[str, int], otherwise: int) -> int:
+    """The place of a cell among declared names. The text "2.0" is also found as "2".
+
+    >>> [place_of(cell, {"1": 0, "2": 1}, -1) for cell in (2, 2.0, "2", "2.0", "02", None)]
+    [1, 1, 1, 1, -1, -1]
+    """
+    text = as_text(value)
+    whole, _, zero = text.partition(".")
+    return places.get(text, places.get(whole, otherwise) if zero and not zero.strip("0") else otherwise)
+
+
 def as_number(value: object) -> float:
-    """A cell as a number; NaN if it is missing or not a finite number."""
+    """A cell as a number, 1 and 0 for the words true and false; NaN if it is missing or not a finite number.
+
+    >>> as_number("2.5"), as_number("True"), as_number(False), as_number("many")
+    (2.5, 1.0, 0.0, nan)
+    """
+    if isinstance(value, str) and value.lower() in _WORDS:
+        return _WORDS[value.lower()]
     try:
         number = float(value)  # type: ignore[arg-type]  # what it refuses is not a number
     except (TypeError, ValueError):

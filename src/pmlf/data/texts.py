@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from pmlf.data.cache import Arrays, cached
 from pmlf.data.catalogue import TEXT_DATASETS, suggestion
-from pmlf.data.sources import Source, hub_source, own_source
+from pmlf.data.sources import READING, Source, hub_source, own_source
 from pmlf.data.targets import Target
 
 
@@ -149,19 +149,19 @@ class TextData:
 
         def make(arrays: Arrays) -> None:
             for table in self.source.tables(split, self._required_columns()):
-                texts = column_of_texts(table, form.text, self.source.name)
-                pairs = column_of_texts(table, form.pair, self.source.name) if form.pair else None
+                texts = texts_of(table, form.text, self.source.name)
+                pairs = texts_of(table, form.pair, self.source.name) if form.pair else None
                 tokens, types = form.tokens(tokenizer, texts, pairs, self.source.name)
                 arrays.append("lengths", np.array([len(each) for each in tokens], dtype=np.int64))
                 arrays.append("tokens", np.concatenate(tokens).astype(np.int32))
                 if types is not None:
                     arrays.append("types", np.concatenate(types).astype(np.uint8))
-                labels = table.column(self.columns.label).to_pylist()
+                labels = table[self.columns.label]
                 arrays.append("labels", self.columns.target.encode(labels, self.source.name, self.source.label_advice))
 
         vocabulary = hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest()
         key = (vocabulary, tuple(tokenizer.model_input_names), form)
-        return TokenDataset(cached(self.source.digest(split, "tokens", self.columns, key), make))
+        return TokenDataset(cached(self.source.digest(split, "tokens", READING, self.columns, key), make))
 
     def _required_columns(self) -> dict[str, str | None]:
         """The columns to read, each with the option that names it."""
@@ -173,9 +173,9 @@ class TextData:
         return {column: option if self.own else None for option, column in named.items() if column is not None}
 
 
-def column_of_texts(table: Any, column: str, source: str) -> list[str]:
-    """A column of an Arrow table. Raises ValueError if a value is not a text."""
-    values: list[str] = table.column(column).to_pylist()
+def texts_of(table: Mapping[str, list[Any]], column: str, source: str) -> list[str]:
+    """A column of texts. Raises ValueError if a value is not a text."""
+    values: list[str] = table[column]
     if not all(isinstance(value, str) for value in values):
         raise ValueError(
             f"column {column!r} of {source!r} has a value that is not a text: remove its row, or give another column"

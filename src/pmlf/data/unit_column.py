@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from pmlf.data.images import METADATA, in_class_folders
+from pmlf.data.images import METADATA, in_class_folders, metadata
 from pmlf.data.sources import own_source
 from pmlf.data.targets import as_text
 
@@ -25,13 +25,11 @@ def unit_column(path: str | Path, column: str, *, split: str = "train") -> list[
     Raises:
         ValueError: If the data or the column is missing, or a record has no id. The message shows no id.
     """
-    images = Path(path) / split
+    images, named = Path(path) / split, {column: "`unit_column`"}
     if images.is_dir():
-        found = _of_metadata(images / METADATA, column) if has_metadata(images) else _of_folders(images, column)
+        found = _of_tables(metadata(images, named), column) if has_metadata(images) else _of_folders(images, column)
     else:
-        source, found = own_source(Path(path), split), []
-        for table in source.tables(split, {column: "`unit_column`"}):
-            found += [as_text(value).strip() for value in table.column(column).to_pylist()]
+        found = _of_tables(own_source(Path(path), split).tables(split, named), column)
     if not all(found):
         raise ValueError(
             f"a record of {Path(path).name!r} has no {column!r}: a record of nobody cannot be protected with its unit, "
@@ -73,12 +71,6 @@ def _of_folders(images: Path, column: str) -> list[str]:
     return found
 
 
-def _of_metadata(metadata: Path, column: str) -> list[str]:
-    """The column of the metadata.csv of a folder of images."""
-    with metadata.open(newline="", encoding="utf-8-sig") as file:
-        rows = csv.DictReader(file)
-        there: Sequence[str] = rows.fieldnames or ()
-        if column not in there:
-            only = ", ".join(map(repr, there))
-            raise ValueError(f"{str(metadata)!r} has no column {column!r}, only {only}: give one as `unit_column`")
-        return [(row[column] or "").strip() for row in rows]
+def _of_tables(tables: Iterator[Mapping[str, list[Any]]], column: str) -> list[str]:
+    """The ids in a column."""
+    return [as_text(value).strip() for table in tables for value in table[column]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from pmlf import data
 from pmlf.basics.batches import to_device
@@ -23,10 +23,12 @@ from pmlf.data.language import padding_id
 from pmlf.data.pixels import IMAGE_SUFFIXES
 from pmlf.data.sources import READERS, own_source
 from pmlf.data.tables import columns_of
-from pmlf.data.texts import Padding, column_of_texts
+from pmlf.data.texts import Padding, texts_of
 from pmlf.experiments.form import PRETRAINED_FOLDER, WEIGHTS, ModelForm
 from pmlf.experiments.scoring import BATCH_SIZE, scored
+from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.splits import by_length
+from pmlf.experiments.tasks import held_out
 from pmlf.models.text import load_tokenizer
 from pmlf.run.evaluation import AnyScore
 
@@ -120,7 +122,13 @@ class ReleasedModel:
                 yield from self._numbered(path, self._read(path, form))
 
     def evaluate(
-        self, dataset: str, *, split: str = "test", data_dir: Path | None = None, label_column: str = "label"
+        self,
+        dataset: str,
+        *,
+        split: str = "test",
+        data_dir: Path | None = None,
+        label_column: str = "label",
+        held_out_by: RunSpec | None = None,
     ) -> AnyScore:
         """Score the model on the records of a split, as at the end of training.
 
@@ -129,27 +137,38 @@ class ReleasedModel:
             split: The split.
             data_dir: Folder of datasets. None: the folder in PMLF_DATA, else the Hugging Face hub.
             label_column: The column of the labels in your own data; a .npy file of labels, for features.
+            held_out_by: The run whose training records are in the dataset too. Then only those that it held out count.
 
         Raises:
             ValueError: If the dataset cannot be read or does not fit the model.
         """
+        records, collate = self._records(dataset, split, data_dir, label_column)
+        if held_out_by is not None:
+            records = held_out(held_out_by, records)
+        if isinstance(self.form.inputs, data.TextForm | data.LanguageForm):
+            records = by_length(records)
+        return scored(self.form, self.model, records, collate)
+
+    def _records(
+        self, dataset: str, split: str, data_dir: Path | None, label_column: str
+    ) -> tuple[Dataset[Any], Callable[[list[Any]], Any] | None]:
+        """The labelled records of a split, and what makes a batch of them."""
         form, target = self.form.inputs, self.form.target
         if isinstance(form, data.LanguageForm) or isinstance(target, data.NextToken):
             assert isinstance(form, data.LanguageForm)
             tokens = data.load_language(dataset, split, self.tokenizer, form)
-            return scored(self.form, self.model, by_length(tokens), data.CausalPadding(padding_id(self.tokenizer)))
+            return tokens, data.CausalPadding(padding_id(self.tokenizer))
         if isinstance(form, data.FeatureForm):
-            return scored(self.form, self.model, _labelled(form, target, dataset, label_column), None)
+            return _labelled(form, target, dataset, label_column), None
         if isinstance(form, data.Schema):
-            table = data.load_table(dataset, split, schema=form, target=target, label_column=label_column)
-            return scored(self.form, self.model, table, None)
+            return data.load_table(dataset, split, schema=form, target=target, label_column=label_column), None
         if isinstance(form, data.ImageForm):
             images = load_split(dataset, split, data_dir, form=form, target=target, label_column=label_column)
-            return scored(self.form, self.model, images, data.collate)
+            return images, data.collate
         own = data.Columns(text=form.text, pair=form.pair, label=label_column, target=target)
         texts = data.load_text(dataset, data_dir, None if dataset in data.TEXT_DATASETS else own, split=split)
         found = texts.tokenised(split, self.tokenizer, longest=form.longest, cut=form.cut)
-        return scored(self.form, self.model, by_length(found), Padding(self.tokenizer.pad_token_id))
+        return found, Padding(self.tokenizer.pad_token_id)
 
     def _outputs(self, batch: Any) -> Tensor:
         with torch.inference_mode():
@@ -225,9 +244,9 @@ class ReleasedModel:
         source = own_source(path)
         for table in source.tables("train", dict.fromkeys(names, None)):
             if isinstance(form, data.Schema):
-                yield {name: table.column(name).to_pylist() for name in names}
+                yield table
             else:
-                found = [column_of_texts(table, name, source.name) for name in names]
+                found = [texts_of(table, name, source.name) for name in names]
                 yield found[0] if pair is None else list(zip(*found, strict=True))
 
 

@@ -369,6 +369,12 @@ def _split(
     return splits.split(train, judged_on, most=spec.records, holdout=held_out, units=units)
 
 
+def held_out(spec: RunSpec, records: Dataset[Any]) -> Dataset[Any]:
+    """The records that a run on a single file held out of it."""
+    _, judged_on = _split(spec, records, {}, DEFAULT_HOLDOUT if spec.kind == "language" else None)
+    return judged_on[splits.HOLDOUT]
+
+
 def _refuse_unjudged(spec: RunSpec, judged_on: Mapping[str, Dataset[Any]]) -> None:
     if not judged_on:
         raise ValueError(f"{spec.dataset!r} has no test split: add one, or evaluate on a part of it with holdout=0.1")
