@@ -22,11 +22,13 @@ from dp_accounting import dp_event, rdp
 
 from pmlf.cli.main import main
 from pmlf.evidence import ledger
-from pmlf.evidence.certificate import examined, sealed
+from pmlf.evidence.certificate import examined, sealed, selected
 from pmlf.evidence.certificate_page import page
-from pmlf.experiments import tasks
+from pmlf.evidence.statement import PLD
+from pmlf.experiments import runner, tasks
 from pmlf.experiments.executors import in_this_process
 from pmlf.experiments.jobs import Job
+from pmlf.experiments.results import SilentObserver
 from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.splits import HOLDOUT, indices
 from pmlf.mechanism.composition import composed_epsilon
@@ -95,6 +97,7 @@ def test_only_the_best_trial_is_left(tuned: tuple[Path, TuningResult]) -> None:
     assert sorted(path.name for path in out.iterdir()) == ["best", "result.json", "tuning.json"]
     assert result.trials == () and "draws" not in (out / "result.json").read_text()
     assert result.best in GRID.candidates
+    assert "secret" not in (out / "best" / "result.json").read_text()  # nor the number of the best trial
 
 
 @pytest.mark.parametrize(
@@ -131,6 +134,15 @@ def test_the_trials_are_drawn_as_the_selection_says() -> None:
     assert abs(chosen.mean() - 0.5) < 5 * 0.5 / math.sqrt(len(chosen))
     seeded = accounted(seed=7)
     assert seeded.draws() == seeded.draws()
+
+
+def test_a_largest_batch_has_no_accounting_for_the_best_of_several_runs(tuned: tuple[Path, TuningResult]) -> None:
+    with pytest.raises(ValueError, match="leave `largest_batch` out"):
+        TuningPlan(base=replace(BASE, largest_batch=60), grid=GRID, mode="accounted")
+    document = json.loads((tuned[0] / "best" / "certificate.json").read_text())
+    cut = {**document, "composition": PLD, "largest_batch": 60, "overflow": 1e-6}
+    with pytest.raises(ValueError, match="has no accounting for the best of several runs"):
+        selected(cut, FEW)
 
 
 # killed and resumed
@@ -211,6 +223,12 @@ def test_trials_and_final_run_have_no_record_in_common() -> None:
     assert not seen & used and len(seen) == 150 and len(used) == 350
 
 
+def test_seeded_trials_and_the_final_run_share_no_noise() -> None:
+    plan = TuningPlan(base=BASE, grid=GRID, share=0.3)
+    seeds = [plan.trial(0, 0).seed, plan.trial(1, 1).seed, plan.final(0).seed]
+    assert len(set(seeds)) == 3 and seeds[2] == BASE.seed
+
+
 @pytest.mark.slow
 def test_held_out_tuning_states_what_its_records_pay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", "linear", "--records", "500", "--batch-size", "40", "--steps", "3", "--seed", "1"]
@@ -234,6 +252,18 @@ def test_unaccounted_tuning_is_said_in_the_certificate(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "best" / "certificate.json").read_text())
     assert "tuning: the settings were chosen by 2 trials on the same records" in document["not_accounted_for"]
     assert result.tuning_epsilon is None and len(result.trials) == 2
+
+
+def test_the_final_run_says_so_by_itself_also_if_it_is_interrupted(tmp_path: Path) -> None:
+    class Stopped(SilentObserver):
+        def stepped(self, step: int, training_loss: float | None) -> None:
+            raise KeyboardInterrupt
+
+    final = TuningPlan(base=BASE, grid=GRID, mode="unaccounted").final(0)
+    for observer in (Stopped(), SilentObserver()):
+        runner.run(final, tmp_path / "best", observer=observer, resume=True)
+        document = json.loads((tmp_path / "best" / "certificate.json").read_text())
+        assert "tuning: the settings were chosen by 2 trials on the same records" in document["not_accounted_for"]
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from pmlf.experiments.spec import RunSpec, Setting
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from pmlf.tuning import TuningPlan, TuningResult
+    from pmlf.tuning.tuner import TriedCandidate
 
 _Setting = Annotated[Setting, tyro.conf.arg(name="")]  # no prefix: its options are options of the command
 
@@ -138,11 +139,17 @@ def _table(result: TuningResult) -> Table:
     trials = ranked(result)
     table = Table(*trials[0].candidate, result.metric, box=SIMPLE_HEAD, pad_edge=False)
     for trial in trials:
-        ends = [trial.numbers.get(f"accuracy_{end}") for end in ("low", "high")]
-        interval = "" if None in ends else f" ({100 * ends[0]:.1f} to {100 * ends[1]:.1f})"  # type: ignore[operator]
         shown = [f"{value:g}" if isinstance(value, float) else str(value) for value in trial.candidate.values()]
-        table.add_row(*shown, f"{100 * trial.score:.1f} %{interval}")
+        table.add_row(*shown, _score(trial))
     return table
+
+
+def _score(trial: TriedCandidate) -> str:
+    """An accuracy with its interval; the number itself for R2 and perplexities."""
+    if "accuracy_low" not in trial.numbers:
+        return f"{trial.score:.4g}"
+    low, high = trial.numbers["accuracy_low"], trial.numbers["accuracy_high"]
+    return f"{100 * trial.score:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 
 
 def _facts(result: TuningResult, plan: TuningPlan, out: Path) -> list[tuple[str, str]]:

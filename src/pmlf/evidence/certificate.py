@@ -153,7 +153,11 @@ def selected(document: Mapping[str, Any], selection: Selection) -> dict[str, Any
     """
     if document["composition"] != PLD:
         raise ValueError("the best run did not go as planned, so its trials cannot be accounted for: start again")
-    event = Event(noise_multiplier=document["noise_multiplier"], sample_rate=document["sample_rate"])
+    event = Event(
+        noise_multiplier=document["noise_multiplier"],
+        sample_rate=document["sample_rate"],
+        overflow=document.get(OVERFLOW, 0.0),
+    )
     total = selection.epsilon(event, steps=document["planned_steps"], delta=document["delta"])
     chosen = {"mean": float(selection.mean), "distribution": selection.distribution}
     return sealed({**document, "epsilon": total, "composition": SELECTED, SELECTION: chosen})

@@ -144,7 +144,8 @@ class Execution:
             self.folder.write_metrics(self.progress.evaluations)
             self.folder.write_models(self.private)
             self.task.write_form(self.folder.path)
-        self.folder.write_certificate(self.private, self.progress.not_accounted_for)
+        left_out = [*self.progress.not_accounted_for, *self.spec.not_accounted_for]
+        self.folder.write_certificate(self.private, left_out)
 
 
 def follow(private: PrivateRun) -> None:

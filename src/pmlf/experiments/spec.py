@@ -227,6 +227,12 @@ class RunSpec(Setting):
     part: tuple[float, float] | None = (
         None  # train on this part of the records, in a public random order, as tuning does
     )
+    chosen_by: int | None = None  # number of trials on the same records that chose the settings, if any did
+
+    @property
+    def not_accounted_for(self) -> list[str]:
+        """What the settings depend on besides the run. The certificate lists it."""
+        return [] if self.chosen_by is None else [chosen_by_trials(self.chosen_by)]
 
     def build_method(self) -> Method:
         """The method with the given parameters and its defaults for the others."""
@@ -323,6 +329,11 @@ def comparison(setting: Setting, methods: Sequence[str], *, lrs: Sequence[float]
         return RunSpec(**{**vars(setting), **own})
 
     return [spec(place, number) for number in range(seeds) for place in range(len(methods))]
+
+
+def chosen_by_trials(trials: int) -> str:
+    """What a certificate says of trials on the same records."""
+    return f"tuning: the settings were chosen by {trials} trials on the same records"
 
 
 def default_delta(records: int) -> float:

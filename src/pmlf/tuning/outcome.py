@@ -40,7 +40,7 @@ def plot(result: TuningResult, path: Path) -> None:
     scores = [trial.score for trial in trials]
     axes.errorbar(scores, places, xerr=_intervals(trials), fmt="o", capsize=3)
     axes.set_yticks(places, [in_words(trial.candidate) for trial in trials])
-    axes.set_xlabel("1 / perplexity" if result.metric == "perplexity" else f"{result.metric} of the trial")
+    axes.set_xlabel(f"{result.metric} of the trial")
     axes.set_title(f"{len(trials)} trials, {result.mode}")
     axes.grid(alpha=0.3, axis="x")
     figure.savefig(path, dpi=120)

@@ -80,6 +80,8 @@ class TuningPlan:
             raise ValueError("mode='accounted' calibrates the noise to the total: give `epsilon`, not noise_multiplier")
         if self.final_holdout is not None:
             raise ValueError("mode='accounted' has no final run, the best trial is the result: leave final_holdout out")
+        if self.base.largest_batch is not None:
+            raise ValueError("mode='accounted' is for whole draws: leave `largest_batch` out")
         for candidate in self.grid.candidates:
             if with_candidate(self.base, candidate).build_method().noise.bands > 1:
                 raise ValueError("mode='accounted' is for white noise: leave methods with shaped noise out")
@@ -93,18 +95,22 @@ class TuningPlan:
             noise_multiplier: Accounted: the noise of every trial.
         """
         spec = replace(with_candidate(self.base, self.grid.candidates[candidate]), holdout=self.judged)
+        if self.mode == UNACCOUNTED:
+            return spec
+        if spec.seed is not None:  # noise that two runs share cancels in their difference
+            spec = replace(spec, seed=SeededRandomness(spec.seed).seed_for("trial", number) % 2**31)
         if self.mode == ACCOUNTED:
-            seed = None if spec.seed is None else SeededRandomness(spec.seed).seed_for("trial", number) % 2**31
-            return replace(spec, epsilon=None, noise_multiplier=noise_multiplier, seed=seed)
-        if self.mode == HELD_OUT and self.public_dataset is not None:
+            return replace(spec, epsilon=None, noise_multiplier=noise_multiplier)
+        if self.public_dataset is not None:
             return replace(spec, dataset=self.public_dataset)
-        return replace(spec, part=(0.0, self.share)) if self.mode == HELD_OUT else spec
+        return replace(spec, part=(0.0, self.share))
 
     def final(self, candidate: int) -> RunSpec:
         """The spec of the final run."""
         spec = replace(with_candidate(self.base, self.grid.candidates[candidate]), holdout=self.final_holdout)
-        on_share = self.mode == HELD_OUT and self.public_dataset is None
-        return replace(spec, part=(self.share, 1.0)) if on_share else spec
+        if self.mode == UNACCOUNTED:
+            return replace(spec, chosen_by=len(self.grid.candidates))
+        return replace(spec, part=(self.share, 1.0)) if self.public_dataset is None else spec
 
     def draws(self) -> list[int]:
         """The candidate of each trial: all of the grid, or, accounted, a random number of random ones. Drawn once."""

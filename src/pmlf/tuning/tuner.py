@@ -151,14 +151,12 @@ def _open(
     final = runner.run(plan.final(best), out / BEST, data_dir=data_dir, observer=observer, resume=True)
     if final.signalled_by is not None:
         raise KeyboardInterrupt
-    if plan.mode != HELD_OUT:
-        _say_unaccounted(out / BEST, len(jobs))
     protected = plan.mode == HELD_OUT and plan.public_dataset is None
     result = TuningResult(
         mode=plan.mode,
         best=plan.grid.candidates[best],
         score=scores[best],
-        metric=results[best].metric,
+        metric=_metric(results[best]),
         epsilon=final.certified_epsilon,
         tuning_epsilon=_spent([job.folder for job in jobs], results) if protected else None,
         trials=tuple(_tried(*pair) for pair in zip(plan.grid.candidates, results, strict=True)),
@@ -185,7 +183,7 @@ def _accounted(plan: TuningPlan, out: Path, execute: Executor, data_dir: Path | 
             return _written(TuningResult(mode=plan.mode, trials=(), out=best, **nothing), out)  # type: ignore[arg-type]
         scores = [_score(_result(job.folder)) for job in jobs]
         chosen = jobs[choice.best(scores)]
-        _certify(chosen.folder, plan)
+        _certify(chosen.folder, plan, best)
         chosen.folder.rename(best)  # from here on it is released
     found = _result(best)
     document = certificate.read(best / "certificate.json")
@@ -193,7 +191,7 @@ def _accounted(plan: TuningPlan, out: Path, execute: Executor, data_dir: Path | 
         mode=plan.mode,
         best={name: _value(found.spec, name) for name in plan.grid.values},
         score=_score(found),
-        metric=found.metric,
+        metric=_metric(found),
         epsilon=document["epsilon"],
         tuning_epsilon=None,
         trials=(),
@@ -255,6 +253,11 @@ def _score(result: RunResult) -> float:
     return -1.0 if result.test_accuracy is None else result.test_accuracy
 
 
+def _metric(result: RunResult) -> str:
+    """What `_score` is: larger is better."""
+    return "1 / perplexity" if result.metric == "perplexity" else result.metric
+
+
 def _tried(candidate: Candidate, result: RunResult) -> TriedCandidate:
     numbers = result.evaluations[-1].scores[result.split].numbers() if result.evaluations else {}
     return TriedCandidate(candidate=candidate, score=_score(result), numbers=numbers)
@@ -273,25 +276,17 @@ def _value(spec: RunSpec, name: str) -> Any:
     return getattr(spec.options, name) if name in vars(spec.options) else getattr(spec, name)
 
 
-def _certify(folder: Path, plan: TuningPlan) -> None:
-    """Write the epsilon of all trials into the certificate and the results of the best one."""
+def _certify(folder: Path, plan: TuningPlan, best: Path) -> None:
+    """Write the epsilon of all trials into the certificate and the results of the best one, and no trial's number."""
     document = certificate.read(folder / "certificate.json")
     if SELECTION not in document:  # a process may have ended after it was written
         document = certificate.selected(document, plan.selection)
-        _write_certificate(folder, document)
-    result, total = _result(folder), document["epsilon"]
+    write_json(folder / "certificate.json", document, released=True)
+    write_atomically(folder / "certificate.html", certificate_page.page(document).encode(), released=True)
+    result, total = replace(_result(folder), out=best), document["epsilon"]
     evaluations = tuple(replace(evaluation, epsilon=total) for evaluation in result.evaluations)
     RunFolder(folder).write_metrics(evaluations)
     RunFolder(folder).write_result(replace(result, epsilon=total, certified_epsilon=total, evaluations=evaluations))
-
-
-def _say_unaccounted(folder: Path, trials: int) -> None:
-    _write_certificate(folder, choice.unaccounted(certificate.read(folder / "certificate.json"), trials))
-
-
-def _write_certificate(folder: Path, document: Mapping[str, Any]) -> None:
-    write_json(folder / "certificate.json", document, released=True)
-    write_atomically(folder / "certificate.html", certificate_page.page(document).encode(), released=True)
 
 
 def _written(result: TuningResult, out: Path) -> TuningResult:
