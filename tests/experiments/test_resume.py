@@ -292,6 +292,8 @@ def test_runs_that_share_a_ledger_share_a_budget(tmp_path: Path) -> None:
     assert second.certified_epsilon == 3.0 and first.certified_epsilon == first.epsilon
     said = "3 at delta 1e-05, for adding or removing one training record"
     assert f"{said}\n" in run_summary(second)
+    cut = replace(second, spec=replace(second.spec, largest_batch=700))
+    assert "for zeroing out one training record\n" in run_summary(cut)
     assert f"{said}; 1.5 spent so far" in run_summary(replace(second, epsilon=1.5))
     assert "1.5 spent at delta 1e-05; no epsilon is certified" in run_summary(
         replace(second, epsilon=1.5, certified_epsilon=None)

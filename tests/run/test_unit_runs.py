@@ -159,6 +159,11 @@ def test_train_protects_the_units_of_a_column(tmp_path: Path, capsys: pytest.Cap
     assert certificate["sample_rate"] == pytest.approx(20 / 48)
     assert main(["account", "--certificate", str(out / "certificate.json")]) == 0
     assert main(["train", "--resume", str(out)]) == 0
+    assert "for adding or removing one patient_id with all records" in capsys.readouterr().out
+    assert main(["export", str(out)]) == 0
+    card = (out / "hub" / "README.md").read_text()
+    assert "for any one patient_id (add or remove one patient_id with all its records)" in card
+    assert "any one of 48 (patient_id)" in card and "A person with several records" not in card
 
 
 def test_a_holdout_keeps_whole_units(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from pmlf.experiments.comparing import MethodResults
 from pmlf.experiments.results import RunResult
+from pmlf.experiments.spec import RunSpec
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from pmlf.audit import AuditReport, ModelReport
@@ -72,12 +73,19 @@ def run_summary(result: RunResult) -> str:
 
 def _epsilon(result: RunResult) -> str:
     """The certified epsilon, and the epsilon spent if that is less."""
-    spent, unit = f"{result.epsilon:.4g}", "for adding or removing one training record"
+    spent, unit = f"{result.epsilon:.4g}", _protected(result.spec)
     if result.certified_epsilon is None:
         return f"{spent} spent at delta {result.spec.delta:.3g}; no epsilon is certified"
     certified = f"{result.certified_epsilon:.4g}"
     rest = "" if certified == spent else f"; {spent} spent so far"
     return f"{certified} at delta {result.spec.delta:.3g}, {unit}{rest}"
+
+
+def _protected(spec: RunSpec) -> str:
+    """Whom epsilon is for."""
+    unit = spec.own.unit_column
+    what = "one training record" if unit is None else f"one {unit} with all records"
+    return f"for adding or removing {what}" if spec.largest_batch is None else f"for zeroing out {what}"
 
 
 def _why_fewer(result: RunResult) -> str:

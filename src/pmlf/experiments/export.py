@@ -23,6 +23,7 @@ from pmlf import data
 from pmlf.basics.files import write_atomically
 from pmlf.evidence import certificate as certificates
 from pmlf.evidence.certificate_page import guarantee, upper
+from pmlf.evidence.description import UNITS
 from pmlf.experiments.form import FORM_FILE, PRETRAINED_FOLDER, WEIGHTS, ModelForm
 from pmlf.experiments.linear_model import LINEAR_FILE
 from pmlf.experiments.released import AVERAGED_WEIGHTS, CERTIFICATE, ReleasedModel, load
@@ -151,14 +152,25 @@ def in_words(certificate: Mapping[str, Any]) -> str:
     """The guarantee of a certificate in words that a reader without its formulas understands."""
     if certificate["epsilon"] is None:
         return guarantee(certificate)
-    epsilon, delta = certificate["epsilon"], f"{certificate['delta']:.3g}"
+    epsilon, delta, units = certificate["epsilon"], f"{certificate['delta']:.3g}", certificate.get(UNITS)
     odds = f"{math.ceil(100 * math.exp(epsilon)) / 100:,.2f}" if epsilon < 10 else f"e^{upper(epsilon)}"
     return (
         f"This model was trained with differential privacy: epsilon {upper(epsilon)} at delta {delta}, for any one "
-        f"training record ({certificate['adjacency']}). Whoever has the model, and everything else in this folder, can "
-        f"guess whether any one of the {certificate['records']:,} training records was used, or what it says, with "
-        f"odds at most {odds} times those without the model, except with probability {delta}. A person with several "
-        "records is protected less than one record is."
+        f"{'training record' if units is None else units['name']} ({certificate['adjacency']}). Whoever has the model, "
+        f"and everything else in this folder, can guess whether {_any_one(certificate)}, with odds at most {odds} "
+        f"times those without the model, except with probability {delta}."
+        + (" A person with several records is protected less than one record is." if units is None else "")
+    )
+
+
+def _any_one(certificate: Mapping[str, Any]) -> str:
+    """What can hardly be guessed: that a record was used, or a unit with all its records."""
+    units = certificate.get(UNITS)
+    if units is None:
+        return f"any one of the {certificate['records']:,} training records was used, or what it says"
+    return (
+        f"the records of any one of {units['count']:,} ({units['name']}) were used, or what they say; there are "
+        f"{certificate['records']:,} records"
     )
 
 
