@@ -168,6 +168,23 @@ def test_own_rows_looked_up_by_number_are_proven() -> None:
     assert finding(small_model(), picked, small_batch()) == PROVEN
 
 
+def test_own_rows_looked_up_beside_a_fixed_place_are_proven() -> None:
+    """As in a conditional random field: the score of the label of a token."""
+
+    def scored(model: nn.Module, batch: Any) -> Tensor:
+        scores = model(batch[0]).unsqueeze(1)
+        return -scores.log_softmax(2)[torch.arange(len(scores)), 0, batch[1]]
+
+    assert finding(small_model(), scored, small_batch()) == PROVEN
+
+
+def test_a_distribution_that_looks_at_its_arguments_is_proven() -> None:
+    def likelihood(model: nn.Module, batch: Any) -> Tensor:
+        return -torch.distributions.Categorical(logits=model(batch[0])).log_prob(batch[1])
+
+    assert finding(small_model(), likelihood, small_batch()) == PROVEN
+
+
 class Recurrent(nn.Module):
     """The recurrent layer is frozen: its parameters have no rule yet, what flows through it has."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import pmlf
 from pmlf import PrivateStep
+from real_transformers import sound
 from zoo import CASES, classify, images, make
 
 
@@ -286,6 +288,25 @@ def test_randomness_in_eval_mode_is_found() -> None:
             return self.layer(F.dropout(x, 0.5, training=True))
 
     refused(AlwaysRandom(), images(6)(4), "random in eval mode")
+
+
+def test_draws_by_another_library_are_refused_by_its_name() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (float(np.random.rand()) if self.training else 1.0)
+
+    refused(Noisy(6, 4), images(6)(4), 'from NumPy\'s generator in training mode.*gradients="one-by-one"')
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:no loss depends on")
+def test_a_wav2vec_with_spec_augment_is_refused_with_what_to_type_and_runs_after_it() -> None:
+    torch.manual_seed(0)
+    model, loss_fn, batch = sound("Wav2Vec2", mask_time_prob=0.3, mask_time_length=2)()
+    with pytest.raises(ValueError, match=r"set model\.config\.apply_spec_augment = False"):
+        pmlf.check(model.train(), loss_fn, batch)
+    model.config.apply_spec_augment = False  # type: ignore[union-attr]
+    pmlf.check(model, loss_fn, batch)
 
 
 def test_activations_at_a_kink_are_not_taken_for_a_fault() -> None:

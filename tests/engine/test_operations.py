@@ -17,6 +17,7 @@ from pmlf.engine.factors import Factors
 from pmlf.engine.layers import UnsupportedModel
 from pmlf.engine.operations.capture import taken_at_operations
 from pmlf.engine.operations.layouts import Learned
+from pmlf.engine.operations.looking import operations_of
 from pmlf.engine.passes import Pass, Rows
 from pmlf.engine.plan import Plan
 from reference import single_gradient
@@ -114,6 +115,10 @@ def looked_up_by_rows(m: Any, x: Tensor) -> Tensor:
     return x + F.embedding(m.places.expand(len(x), T), m.w)
 
 
+def in_frequencies(function: Callable[[Tensor, Tensor], Tensor]) -> Function:
+    return lambda m, x: torch.fft.irfft(function(torch.fft.rfft(x), torch.view_as_complex(m.w)))
+
+
 SQUARE, ROW = (D, D), (D,)
 CASES: dict[str, tuple[Function, dict[str, tuple[int, ...]]]] = {
     "linear": (lambda m, x: F.linear(x, m.w, m.b), {"w": (3, D), "b": (3,)}),
@@ -136,18 +141,38 @@ CASES: dict[str, tuple[Function, dict[str, tuple[int, ...]]]] = {
     "matmul": (lambda m, x: x @ m.w, {"w": (D, 3)}),
     "weight first": (lambda m, x: m.w @ x, {"w": (3, T)}),
     "vector": (lambda m, x: x @ m.w, {"w": ROW}),
+    "vector first": (lambda m, x: m.w @ x, {"w": (T,)}),
+    "mv": (lambda m, x: torch.mv(x.reshape(-1, D), m.w).view(len(x), T), {"w": ROW}),
+    "inner": (lambda m, x: torch.inner(x, m.w), {"w": (3, D)}),
+    "outer": (lambda m, x: torch.outer(x[:, 0, 0], m.w).tanh(), {"w": ROW}),
+    "tensordot": (lambda m, x: torch.tensordot(x, m.w, dims=([2, 1], [0, 2])), {"w": (D, 3, T)}),
     "addmm": (lambda m, x: torch.addmm(m.b, x.reshape(-1, D), m.w).view(len(x), -1), {"w": (D, 3), "b": (3,)}),
     "batched matrices": (lambda m, x: x[:, None] @ m.w, {"w": (2, D, 3)}),
     "bmm of repeated": (lambda m, x: torch.bmm(x, m.w.repeat(len(x), 1, 1).mT), {"w": (1, 3, D)}),
     "einsum": (lambda m, x: torch.einsum("ntd,dhk->nhtk", x, m.w), {"w": (D, 2, 3)}),
     "einsum, a vector a head": (lambda m, x: torch.einsum("nthk,hk->nth", x.reshape(-1, T, 2, 3), m.w), {"w": (2, 3)}),
+    "einsum, other axes": (lambda m, x: torch.einsum("...d,hd->...h", x, m.w), {"w": (3, D)}),
+    "einsum, output left out": (lambda m, x: torch.einsum("ntd,dh", x, m.w).movedim(0, -1), {"w": (D, 3)}),
+    "einsum of three": (lambda m, x: torch.einsum("ntd,nsd,dh->ntsh", x, x.sin(), m.w), {"w": (D, 3)}),
     "bilinear": (lambda m, x: F.bilinear(x, x.sin(), m.w, m.b), {"w": (3, D, D), "b": (3,)}),
     "embedding": (lambda m, x: F.embedding(numbers(x), m.w, padding_idx=2), {"w": (7, 3)}),
     "embedding by index": (lambda m, x: m.w[numbers(x)], {"w": (7, 3)}),
+    "embedding by two indices": (
+        lambda m, x: m.w[numbers(x)[:, 1:], numbers(x)[:, :-1] % 3],
+        {"w": (7, 3, 2)},
+    ),
+    "embedding of a later axis": (lambda m, x: m.w[:, numbers(x)].movedim(0, -1), {"w": (2, 7, 3)}),
+    "positions by index": (lambda m, x: m.w[:, numbers(x)[:, 0]].squeeze(0), {"w": (1, 7, 3)}),
+    "index select": (lambda m, x: m.w.index_select(1, numbers(x)[:, 0]).mT, {"w": (3, 7)}),
     "embedding bag": (lambda m, x: F.embedding_bag(numbers(x), m.w, mode="mean"), {"w": (7, 3)}),
     "positions": (lambda m, x: (x + m.w[m.places]).tanh(), {"w": (9, D)}),
     "positions for every sample": (looked_up_by_rows, {"w": (9, D)}),
     "relative positions": (relative, {"w": (2 * T, 1)}),
+    "positions in the samples' precision": (
+        lambda m, x: x + F.linear(m.places.to(x).unsqueeze(1), m.w),
+        {"w": (D, 1)},
+    ),
+    "broadcast": (lambda m, x: torch.stack(torch.broadcast_tensors(x, m.w.exp())).prod(0).tanh(), {"w": ROW}),
     "class token": (lambda m, x: torch.cat([m.w.expand(len(x), -1, -1), x], 1).tanh(), {"w": (1, 1, D)}),
     "queries": (lambda m, x: F.scaled_dot_product_attention(m.w.expand(len(x), 3, D), x, x), {"w": (3, D)}),
     "mask of attention": (lambda m, x: F.scaled_dot_product_attention(x, x, x, m.w), {"w": (1, T, T)}),
@@ -157,6 +182,19 @@ CASES: dict[str, tuple[Function, dict[str, tuple[int, ...]]]] = {
     "scale of a number a sample": (lambda m, x: x.sum((1, 2)) * m.w.exp(), {"w": ()}),
     "divided": (lambda m, x: x / (m.w.abs() + 1), {"w": ROW}),
     "power": (lambda m, x: x.abs() ** m.w.abs(), {"w": ROW}),
+    "cosine similarity": (lambda m, x: F.cosine_similarity(x.unsqueeze(-2), m.w, dim=-1), {"w": (3, D)}),
+    "clamped": (lambda m, x: x.clamp(min=m.w), {"w": ROW}),
+    "the larger one": (lambda m, x: torch.max(x, m.w), {"w": ROW}),
+    "log of a sum": (lambda m, x: torch.logaddexp(x, m.w), {"w": ROW}),
+    "complex scale": (in_frequencies(lambda f, w: f * w), {"w": (T, D // 2 + 1, 2)}),
+    "complex quotient": (in_frequencies(lambda f, w: f / w), {"w": (T, D // 2 + 1, 2)}),
+    "complex matrix": (in_frequencies(lambda f, w: f @ w), {"w": (D // 2 + 1, D // 2 + 1, 2)}),
+    "complex einsum": (
+        in_frequencies(lambda f, w: torch.einsum("ntf,tfg->ntg", f, w)),
+        {"w": (T, D // 2 + 1, D // 2 + 1, 2)},
+    ),
+    "complex view of a like shape": (lambda m, x: (x[:, :2, 0] * torch.view_as_complex(m.w)).abs(), {"w": (2, 2)}),
+    "real scale of complex numbers": (lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * m.w), {"w": (D // 2 + 1,)}),
     "where": (lambda m, x: torch.where(x > 0, x, m.w), {"w": ROW}),
     "written into zeros": (written, {"w": (1, D)}),
     "written where a mask says": (masked, {"w": ROW}),
@@ -226,6 +264,16 @@ def test_every_use_is_exact(name: str, count: int) -> None:
     function, shapes = CASES[name]
     model, batch = Bare(function, **shapes), samples(count)
     assert_exact(model, batch, taken(model, batch, count))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_use_has_a_rule(name: str) -> None:
+    function, shapes = CASES[name]
+    model = Bare(function, **shapes)
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    plan = Plan(parameters=tuple(shapes), learned=Learned(by_operations=True))
+    used = operations_of(Pass(Anatomy(model), plan, loss, values, samples(3), 3))
+    assert {name for names in used.values() for name in names if name.startswith("autograd of")} == set()
 
 
 @pytest.mark.parametrize("name", CASES)

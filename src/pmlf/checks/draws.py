@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,21 @@ def plain_formulas() -> Iterator[None]:
     """Attention without fused kernels, whose draws and data flow cannot be seen."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
+
+
+def refuse_unseeded(drawn_from: Sequence[str]) -> None:
+    """Raise ValueError for random numbers that no seed of torch makes again, and whose generator they are from."""
+    if not drawn_from:
+        raise ValueError(
+            "the loss draws random numbers from a source other than torch's global generator, in training mode, so it "
+            "cannot be checked: draw by torch's own functions, without a generator"
+        )
+    masks = "set model.config.apply_spec_augment = False if these are the masks of SpecAugment (wav2vec 2.0, Whisper)"
+    raise ValueError(
+        f"the loss draws random numbers from {drawn_from[0]} generator in training mode, which cannot be drawn again "
+        "for one sample, so nothing shows whether samples influence each other: draw by torch's own functions, draw "
+        f'with the records and put the numbers into the batch, or give gradients="one-by-one"; {masks}'
+    )
 
 
 class ConstantDraws(TorchDispatchMode):

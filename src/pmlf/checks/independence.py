@@ -13,7 +13,6 @@ The same run verifies that the rows of every layer whose gradients are taken are
 from __future__ import annotations
 
 import contextlib
-import random
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
 from pmlf.basics.batches import batch_size, picked, select, tensors_of
+from pmlf.basics.generators import other_libraries_watched
 from pmlf.checks.draws import Unknown, constant_draws
 from pmlf.checks.finding import PROVEN, Finding
 from pmlf.checks.sharded_uses import ShardedUses
@@ -64,6 +64,10 @@ _LAYOUTS = (
     "split",
     "cat",
     "stack",
+)
+_ROWS_BY_NUMBER = (
+    ", because its numbers count the rows of all samples: count them within each sample, as "
+    "x[torch.arange(len(x))[:, None], numbers] does, and gather and scatter_add along axis 1"
 )
 
 
@@ -229,16 +233,10 @@ def _refuse_own_functions(loss: Tensor) -> None:
 @contextmanager
 def _generators_watched() -> Iterator[None]:
     """Draws from Python's and NumPy's generators cannot be made constant."""
-    before, numpy_before = random.getstate(), np.random.get_state()
-    try:
+    with other_libraries_watched() as drawn_from:
         yield
-        numpy_after: Any = np.random.get_state()
-        same = all(np.array_equal(one, other) for one, other in zip(numpy_before, numpy_after, strict=True))
-        if random.getstate() != before or not same:
-            raise Unknown("draws from a generator of Python or NumPy")
-    finally:
-        random.setstate(before)
-        np.random.set_state(numpy_before)
+    if drawn_from:
+        raise Unknown(f"draws from {drawn_from[0]} generator")
 
 
 def _explained(error: Exception, observer: Observer | None) -> Finding:
@@ -256,5 +254,6 @@ def _explained(error: Exception, observer: Observer | None) -> Finding:
         # tokens sorted by their experts' numbers may all come back to their samples: marks and the watch look at it
         sorts = name in ("sort", "argsort") and observer is not None and observer.of_numbers
         layout = name in _LAYOUTS or sorts
-        return Finding(samples_meet=not layout, reason=f"{operation} needs the data of several samples{where}")
+        hint = _ROWS_BY_NUMBER if name.startswith(("index", "gather", "scatter")) else ""
+        return Finding(samples_meet=not layout, reason=f"{operation} needs the data of several samples{where}{hint}")
     return Finding(reason=f"{operation} has no rule ({type(error).__name__}){where}")

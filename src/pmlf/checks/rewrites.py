@@ -83,6 +83,7 @@ def _embedding_bag(
 def _getitem(tensor: Tensor, index: Any) -> Any:
     """`x[arange(samples), columns]`: every sample looks up its own row."""
     parts = index if isinstance(index, tuple) else (index,)
+    parts = tuple(torch.tensor(part, device=tensor.device) if type(part) is int else part for part in parts)
     own = _own_rows(tensor, parts[0]) if parts else None
     if own is None or not isinstance(tensor, DTensor) or not all(isinstance(part, Tensor) for part in parts):
         return Tensor.__getitem__(tensor, index)

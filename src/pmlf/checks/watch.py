@@ -261,5 +261,5 @@ def _refuse() -> None:
     raise UnsupportedModel(
         "a sample's gradient depends on the other samples of its batch: alone, with the same parameters and random "
         "draws, it is different; look for an operation across axis 0, in the model or in loss_fn, that not every batch "
-        "reaches"
+        "reaches, or for draws by NumPy's or Python's generators, which cannot be made again"
     )

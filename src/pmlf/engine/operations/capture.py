@@ -28,7 +28,7 @@ from pmlf.engine.operations.layouts import (
 from pmlf.engine.operations.rewritten import REWRITTEN, in_place
 from pmlf.engine.operations.rules import RULES, by_autograd
 from pmlf.engine.operations.uses import Use, Uses, functions_entered
-from pmlf.engine.operations.weights import Weights
+from pmlf.engine.operations.weights import Weights, of_its_kind
 from pmlf.engine.passes import Pass
 from pmlf.engine.recording import refuse_reentrant_checkpoint
 from pmlf.engine.swap import swapped
@@ -57,7 +57,7 @@ def taken_at_operations(one: Pass) -> Iterator[tuple[str, Contribution]]:
         use, grad, layout = taken.popleft()
         for number, weight in enumerate(use.weights):
             with without_autocast(), torch.no_grad(), _rules_explained(use):
-                found = use.take(number, grad, layout)
+                found = of_its_kind(use.take(number, grad, layout), weight)
             yield from weights.carried(weight, found)
             del found
         del use, grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def reduced(terms: list[Tensor], shape: torch.Size, weight: torch.Size, layout: 
     lead = len(shape) - len(weight)
     kept = [letters[lead + place] for place, size in enumerate(weight) if size == shape[lead + place]]
     parts, spelled = [], []
-    wide = max((full_precision(term).dtype for term in terms), key=lambda dtype: dtype.itemsize)
+    wide = reduce(torch.promote_types, [full_precision(term).dtype for term in terms])
     for term in terms:
         term = term.to(wide)
         term = term.reshape(*[1] * (len(shape) - term.ndim), *term.shape)
@@ -100,7 +101,8 @@ def _on_diagonal(rows: Tensor, place: int, layout: Layout) -> Tensor:
 def derivative(
     operation: str, args: tuple[Any, ...], kwargs: dict[str, Any], place: int
 ) -> list[Tensor] | float | None:
-    """What the gradient at the output is multiplied with to get that at argument `place`, where it is simple."""
+    """What the gradient at the output is multiplied with to get that at argument `place`, where it is simple. Of
+    complex numbers it is the conjugate."""
     if set(kwargs) - {"alpha"} or len(args) != 2:
         return None
     alpha = kwargs.get("alpha", 1)
@@ -112,10 +114,10 @@ def derivative(
     if operation == "rsub":
         return -float(alpha) if place == 0 else 1.0
     if operation in ("mul", "multiply", "__rmul__") and isinstance(other, Tensor):
-        return [other.detach()]
+        return [other.detach().conj()]
     if operation in ("div", "true_divide") and place == 1 and isinstance(other, Tensor):
-        weight = args[1].detach()
-        return [other.detach(), -1.0 / (weight * weight)]
+        weight = args[1].detach().conj()
+        return [other.detach().conj(), -1.0 / (weight * weight)]
     return None
 
 

@@ -30,7 +30,7 @@ def contracted(
     axis = output[layout.axis]
     if axis in of_weight or axis not in of_other:
         return None
-    grad, other = full_precision(grad), full_precision(other)
+    grad, other = full_precision(grad), full_precision(other).conj()
     wide = torch.promote_types(grad.dtype, other.dtype)  # a model may compute a part in another precision
     grad, other = grad.to(wide), other.to(wide)
     left = layout.by_sample(grad)
@@ -79,6 +79,28 @@ def matmul_letters(first: Tensor, second: Tensor, output: Tensor) -> tuple[str, 
         own = lead[len(lead) - (side.ndim - 2) :]
         sides.append(own + last)
     return sides[0], sides[1], lead + "wx"
+
+
+def spelled_out(equation: str, axes: Sequence[int]) -> tuple[list[str], str]:
+    """The letters of each operand of an einsum and of its output, which may be left out, with letters for "...".
+
+    >>> spelled_out("...i,oi->...o", [3, 2])
+    (['abi', 'oi'], 'abo')
+    >>> spelled_out("bi,io", [2, 2])
+    (['bi', 'io'], 'bo')
+    """
+    sides, arrow, output = equation.replace(" ", "").partition("->")
+    operands = sides.split(",")
+    free = [letter for letter in LETTERS if letter not in equation]
+    others = [
+        own - len(side.replace("...", "")) if "..." in side else 0 for side, own in zip(operands, axes, strict=True)
+    ]
+    shared = "".join(free[: max(others)])
+    letters = [side.replace("...", shared[len(shared) - count :]) for side, count in zip(operands, others, strict=True)]
+    if not arrow:
+        written = sides.replace(",", "").replace(".", "")
+        output = "..." + "".join(sorted(letter for letter in set(written) if written.count(letter) == 1))
+    return letters, output.replace("...", shared)
 
 
 def squeezed(tensor: Tensor, letters: str, sizes: dict[str, int]) -> tuple[Tensor, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pmlf.engine.layers import UnsupportedModel
+from pmlf.engine.operations.products import LETTERS
 from pmlf.engine.operations.recurrence import run_cell, run_layers
 from pmlf.engine.operations.rules import Args, Named, Rule
 from pmlf.engine.operations.uses import Uses, rows_of
@@ -30,6 +32,17 @@ def _expand(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: bool
     if new and mode.presumes(new[0]):
         return rows_of(mode, weight, sizes, presumed=True)
     return mode.run(Tensor.expand, weight, sizes) if with_samples else NotImplemented
+
+
+def _broadcast(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: bool) -> Any:
+    """Weights beside samples get rows for every sample."""
+    tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    if not with_samples:
+        return NotImplemented
+    sizes = list(torch.broadcast_shapes(*[each.shape for each in tensors]))
+    return tuple(
+        rows_of(mode, each, sizes, presumed=False) if each in mode.weights else each.expand(sizes) for each in tensors
+    )
 
 
 def _repeat(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: bool) -> Any:
@@ -59,27 +72,81 @@ def _like_other(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: 
 
 
 def _getitem(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: bool) -> Any:
-    """Rows of a weight by their numbers are a lookup; a single number from the samples (an expert's) is a view."""
+    """Rows of a weight by their numbers, along one axis or several, are a lookup; a single number from the samples (an
+    expert's) is a view."""
     weight, index = args
-    index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-    if weight not in mode.weights or not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
+    places = index if isinstance(index, tuple) else (index,)
+    lead = next((place for place, each in enumerate(places) if not _is_whole(each)), 0)
+    numbers = [each for each in places if isinstance(each, Tensor) and each.dtype in (torch.int64, torch.int32)]
+    others = [*places[:lead], *places[lead + len(numbers) :]]
+    if weight not in mode.weights or not numbers or not all(map(_is_whole, others)):
         return NotImplemented
-    if with_samples and index.ndim == 0:
-        return mode.run(weight.__getitem__, int(index))
-    if not with_samples and index.ndim < 2:
+    if with_samples and all(each.ndim == 0 for each in numbers):
+        return mode.run(weight.__getitem__, tuple(int(each) if isinstance(each, Tensor) else each for each in places))
+    if not with_samples and max(each.ndim for each in numbers) < 2:
         return NotImplemented
+    return mode.run(_looked_up, weight, lead, numbers)
 
-    def look_up(weight: Tensor, index: Tensor) -> Tensor:
-        rows = F.embedding(index.long() % len(weight), weight.reshape(len(weight), -1))
-        return rows.reshape(*index.shape, *weight.shape[1:])
 
-    return mode.run(look_up, weight, index)
+def _is_whole(index: Any) -> bool:
+    return isinstance(index, slice) and index == slice(None)
+
+
+def _looked_up(weight: Tensor, lead: int, numbers: list[Tensor]) -> Tensor:
+    """weight[:, ..., :, *numbers] with `lead` whole axes in front."""
+    axes = len(numbers)
+    front = weight.movedim(tuple(range(lead, lead + axes)), tuple(range(axes)))
+    flat = numbers[0].long() % front.shape[0]
+    for size, number in zip(front.shape[1:axes], numbers[1:], strict=True):
+        flat = flat * size + number.long() % size
+    rows = F.embedding(flat, front.reshape(math.prod(front.shape[:axes]), -1))
+    found = rows.reshape(*flat.shape, *front.shape[axes:])
+    return found.movedim(tuple(range(flat.ndim, flat.ndim + lead)), tuple(range(lead)))
 
 
 def _index_select(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: bool) -> Any:
-    if kwargs or not with_samples or args[0] not in mode.weights or args[1] != 0:
+    given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
+    weight, axis = given["input"], given["dim"]
+    if not with_samples or weight not in mode.weights or given["index"].ndim != 1:
         return NotImplemented
-    return mode.run(args[0].__getitem__, args[2])
+    return mode.run(_looked_up, weight, axis % weight.ndim, [given["index"]])
+
+
+def _tensordot(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: bool) -> Any:
+    first, second, of_first, of_second = args
+    if not with_samples:
+        return NotImplemented
+    letters = LETTERS[: first.ndim]
+    others = list(LETTERS[first.ndim : first.ndim + second.ndim])
+    for one, other in zip(of_first, of_second, strict=True):
+        others[other % second.ndim] = letters[one % first.ndim]
+    kept = [letter for letter in letters if letter not in others] + [each for each in others if each not in letters]
+    return mode.run(torch.einsum, f"{letters},{''.join(others)}->{''.join(kept)}", first, second)
+
+
+def _inner(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: bool) -> Any:
+    first, second = args
+    if min(first.ndim, second.ndim) == 0:
+        return NotImplemented
+    return _tensordot(mode, func, (first, second, [-1], [-1]), kwargs, with_samples)
+
+
+def _outer(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: bool) -> Any:
+    first, second = args
+    return mode.run(lambda: first.unsqueeze(1) * second) if with_samples else NotImplemented
+
+
+def _cosine_similarity(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: bool) -> Any:
+    given = dict(zip(("x1", "x2", "dim", "eps"), args, strict=False)) | kwargs
+    first, second, eps = given["x1"], given["x2"], given.get("eps", 1e-8)
+    axes = max(first.ndim, second.ndim)
+    axis = given.get("dim", 1) % axes - axes  # counted from the end, where both have it
+
+    def run() -> Tensor:
+        units = [each / each.norm(dim=axis, keepdim=True).clamp(min=eps) for each in (first, second)]
+        return (units[0] * units[1]).sum(axis)
+
+    return mode.run(run) if with_samples and min(first.ndim, second.ndim) >= -axis else NotImplemented
 
 
 def in_place(mode: Uses, func: Any, args: Args, kwargs: Named) -> Any:
@@ -237,10 +304,15 @@ def _recurrent(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: b
 
 REWRITTEN: dict[str, Rule] = {
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
+    "broadcast_tensors": _broadcast,
     **dict.fromkeys(("repeat", "tile"), _repeat),
     **dict.fromkeys(("to", "type_as"), _like_other),
     "__getitem__": _getitem,
     "index_select": _index_select,
+    "tensordot": _tensordot,
+    "inner": _inner,
+    **dict.fromkeys(("outer", "ger"), _outer),
+    "cosine_similarity": _cosine_similarity,
     "__setitem__": _setitem,
     "scaled_dot_product_attention": _attention,
     "prelu": _prelu,

@@ -7,7 +7,7 @@ after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from pmlf.engine.operations.products import (
     linear_letters,
     looked_up,
     matmul_letters,
+    spelled_out,
     squeezed,
 )
 from pmlf.engine.operations.uses import Take, Uses
@@ -93,8 +94,10 @@ def _linear(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: bool
 
 def _matmul(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: bool) -> Any:
     first, second = args[0], args[1] if len(args) > 1 else next(iter(kwargs.values()))
-    if not with_samples or (first in mode.weights) == (second in mode.weights) or min(first.ndim, second.ndim) < 2:
+    if not with_samples or (first in mode.weights) == (second in mode.weights):
         return NotImplemented
+    if min(first.ndim, second.ndim) < 2:
+        return _by_vector(mode, first, second)
     weight, other = (first, second) if first in mode.weights else (second, first)
 
     def take(number: int, grad: Tensor, layout: Layout) -> Contribution:
@@ -107,19 +110,27 @@ def _matmul(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: bool
     return mode.use(func, args, kwargs, take, [other])
 
 
+def _by_vector(mode: Uses, first: Tensor, second: Tensor) -> Any:
+    """A weight that is a vector is a matrix of one column or one row."""
+    if second in mode.weights and second.ndim == 1 and first.ndim > 1:
+        return mode.run(lambda: (first @ second.unsqueeze(1)).squeeze(-1))
+    if first in mode.weights and first.ndim == 1 and second.ndim > 1:
+        return mode.run(lambda: (first.unsqueeze(0) @ second).squeeze(-2))
+    return NotImplemented
+
+
 def _einsum(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: bool) -> Any:
     equation, operands = args[0], args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
-    if (
-        not with_samples
-        or not isinstance(equation, str)
-        or len(operands) != 2
-        or "." in equation
-        or "->" not in equation
-    ):
+    if not with_samples or not isinstance(equation, str):
         return NotImplemented
-    sides, output = equation.replace(" ", "").split("->")
-    letters = sides.split(",")
-    if sum(operand in mode.weights for operand in operands) != 1 or any(len(set(own)) < len(own) for own in letters):
+    letters, output = spelled_out(equation, [operand.ndim for operand in operands])
+    if len(operands) > 2:  # from left to right, as torch does
+        return mode.run(_pairwise, letters, output, operands)
+    if (
+        len(operands) < 2
+        or sum(operand in mode.weights for operand in operands) != 1
+        or any(len(set(own)) < len(own) for own in letters)
+    ):
         return NotImplemented
     place = 0 if operands[0] in mode.weights else 1
     weight, other = (operands[place], letters[place]), (operands[1 - place], letters[1 - place])
@@ -131,6 +142,18 @@ def _einsum(mode: Uses, func: Any, args: Args, kwargs: Named, with_samples: bool
         return by_autograd(func, args, kwargs, (weight[0],))(0, grad, layout) if found is None else found
 
     return mode.use(func, args, kwargs, take, [other[0]])
+
+
+def _pairwise(letters: list[str], output: str, operands: Sequence[Tensor]) -> Tensor:
+    """An einsum of several operands, two at a time."""
+    found, of_found = operands[0], letters[0]
+    for place in range(1, len(operands)):
+        later = set(output).union(*letters[place + 1 :])
+        kept = "".join(dict.fromkeys(each for each in of_found + letters[place] if each in later))
+        kept = output if place == len(operands) - 1 else kept
+        found = torch.einsum(f"{of_found},{letters[place]}->{kept}", found, operands[place])
+        of_found = kept
+    return found
 
 
 def _product(
@@ -283,7 +306,7 @@ def _weights(mode: Uses, tensors: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 RULES: dict[str, Rule] = {
     "linear": _linear,
-    **dict.fromkeys(("matmul", "mm", "bmm", "__matmul__", "__rmatmul__"), _matmul),
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "__matmul__", "__rmatmul__"), _matmul),
     "einsum": _einsum,
     "addmm": _addmm,
     "embedding": _embedding,
@@ -301,6 +324,12 @@ RULES: dict[str, Rule] = {
             "where",
             "maximum",
             "minimum",
+            "max",
+            "min",
+            "clamp",
+            "clip",
+            "logaddexp",
+            "xlogy",
             "lerp",
             "addcmul",
             "addcdiv",

@@ -41,6 +41,7 @@ _MADE_LIKE = frozenset(
         "empty_like",
     ]
 )
+_CONVERTED = frozenset(["to", "type_as"])  # to the precision and the device of another tensor
 _UNKNOWN_FORM = (TypeError, IndexError, KeyError, AttributeError, AssertionError)  # of arguments, in a rule
 _NAMES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
@@ -162,7 +163,8 @@ class Uses(TorchFunctionMode):
                 return
         elif not isinstance(out, (tuple, list)):
             return
-        if func.__name__ in _MADE_LIKE or not any(self.is_sample(tensor) for tensor in tensors):
+        values = tensors[:1] if func.__name__ in _CONVERTED else tensors
+        if func.__name__ in _MADE_LIKE or not any(self.is_sample(tensor) for tensor in values):
             return
         for found in tensors_in((out,)):
             if not found.requires_grad:

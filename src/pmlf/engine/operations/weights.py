@@ -126,6 +126,13 @@ def vector_products(output: Tensor, inputs: list[Tensor], rows: Tensor) -> list[
         ]
 
 
+def of_its_kind(found: Contribution, weight: Tensor) -> Contribution:
+    """A real weight has a real gradient, also where it meets complex numbers."""
+    if weight.is_complex() or not found.dtype.is_complex:
+        return found
+    return formed(found).real.reshape(-1, *weight.shape)
+
+
 def formed(found: Contribution) -> Tensor:
     """Per-sample gradients, each in its weight's own order in memory: (samples, size) of factors."""
     return found.formed() if isinstance(found, Factors) else full_precision(found)
@@ -133,7 +140,7 @@ def formed(found: Contribution) -> Tensor:
 
 def _through_view(view: Tensor, base: Tensor, found: Contribution) -> Contribution | None:
     """A contribution to a view of a parameter as one to the parameter; None for views that are not followed."""
-    if not base.is_contiguous():
+    if not base.is_contiguous() or view.dtype != base.dtype:  # a complex view of a real parameter
         return None
     if view.ndim == 2 and base.ndim == 2 and view.shape == base.mT.shape and view.stride() == base.mT.stride():
         if isinstance(found, Outer):
