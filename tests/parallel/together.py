@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +39,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 def _rank(work: Work, rank: int, count: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("error", FutureWarning)  # of torch, about functions that it is going to remove
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=count, timeout=timedelta(seconds=120))
     try:

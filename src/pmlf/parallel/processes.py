@@ -144,7 +144,9 @@ class ManyProcesses:
     def gather(self, out: Tensor, part: Tensor) -> None:
         """out = the parts of all ranks, one below the other. Each part has as many rows."""
         with self._reaching("while parameters were gathered; nothing was released in this step"):
-            dist.all_gather_into_tensor(out, part.contiguous(), group=self._group)
+            # the name before torch 2.13 is deprecated since
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            gather(out, part.contiguous(), group=self._group)
 
     def reduce_to(self, rank: int, value: Tensor) -> None:
         """Replace a value on one rank by its sum over the ranks; on the others it has no meaning afterwards."""
