@@ -101,6 +101,16 @@ def test_a_certificate_holds(alone: dict[str, Any], shared: dict[str, Any], chec
         assert code == 0 and report["holds"] and err == "" and len(report["claims"]) == 5
 
 
+@pytest.mark.parametrize("seed", [None, 1])
+def test_an_unseeded_run_that_resumed_without_a_ledger_says_what_it_cannot_know(seed: int | None) -> None:
+    saved = finish(begun(seed=seed), until=2).state_dict()
+    resumed = begun(seed=seed)
+    resumed.load_state_dict(saved)
+    document = finish(resumed).certificate()
+    assert (certificate.RESUMED_UNSEEN in document["not_accounted_for"]) == (seed is None)
+    assert certificate.examined(document)[1] is None
+
+
 def test_a_certificate_that_lists_more_that_is_not_accounted_for_holds(alone: dict[str, Any]) -> None:
     more = certificate.sealed({**alone, "not_accounted_for": [*alone["not_accounted_for"], "the training loss"]})
     assert certificate.examined(more)[1] is None

@@ -53,7 +53,7 @@ def test_a_private_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> Non
 def test_a_resumed_training_ends_in_the_bits_of_one_that_was_not_stopped(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole")
     whole.train()
-    resumed = trainer(tmp_path / "resumed")
+    resumed = trainer(tmp_path / "whole")
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert resumed.state.global_step == 4
     assert all(torch.equal(value, whole.model.state_dict()[name]) for name, value in resumed.model.state_dict().items())
@@ -72,6 +72,63 @@ def test_logs_and_files_hold_no_training_loss_and_no_gradient_norm(tmp_path: Pat
     stored = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert not {name for entry in stored["log_history"] for name in entry} & {"loss", "grad_norm"}
     assert json.loads((tmp_path / "certificate.json").read_text())["released_steps"] == 4
+
+
+def unseeded(folder: Path, *, own: Callable[..., Tensor] | None = None, **changed: Any) -> PrivateTrainer:
+    return PrivateTrainer(
+        classifier(),
+        arguments(folder, **changed),
+        train_dataset=records(),
+        privacy=PrivacyArguments(target_epsilon=8.0, target_delta=1e-3, assume_independent_samples=True),
+        compute_loss_func=own,
+    )
+
+
+@pytest.mark.slow
+def test_steps_that_are_done_again_after_a_checkpoint_are_paid_for(tmp_path: Path) -> None:
+    unseeded(tmp_path).train()
+    resumed = unseeded(tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # two of four steps; all of epsilon is spent
+    assert resumed.state.global_step == 2 and resumed.certificate()["released_steps"] == 4
+    with pytest.raises(ValueError, match="is not in output_dir"):
+        unseeded(tmp_path / "other").train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+@pytest.mark.slow
+def test_a_second_training_is_paid_for(tmp_path: Path) -> None:
+    private = unseeded(tmp_path, max_steps=1, save_strategy="no")
+    private.train()
+    with (
+        pytest.warns(UserWarning, match="counts an earlier training"),
+        pytest.raises(ValueError, match=r"target_epsilon=8\.0 is spent already"),
+    ):
+        private.train()
+
+
+@pytest.mark.slow
+def test_a_training_that_runs_out_of_memory_does_not_start_again_with_a_new_budget(tmp_path: Path) -> None:
+    released: list[int] = []
+
+    def too_large_at_the_second_step(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        if private.state.global_step == 1 and not released:
+            released.append(1)
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return F.cross_entropy(outputs.logits, labels, reduction="none")
+
+    private = unseeded(tmp_path, own=too_large_at_the_second_step, auto_find_batch_size=True, save_strategy="no")
+    with pytest.raises(MemoryError, match="per_device_train_batch_size"):
+        private.train()
+    assert private.certificate()["released_steps"] == 1
+
+
+def test_the_training_records_are_refused_for_evaluation(tmp_path: Path) -> None:
+    rows = records()
+    given: dict[str, Any] = {"privacy": PrivacyArguments(**PRIVACY), "train_dataset": rows}
+    for evaluated in (rows, {"train": rows, "test": records(8)}):
+        with pytest.raises(ValueError, match="without noise: give other records"):
+            PrivateTrainer(classifier(), arguments(tmp_path), eval_dataset=evaluated, **given)
+    with pytest.raises(ValueError, match="without noise: give other records"):
+        PrivateTrainer(classifier(), arguments(tmp_path), **given).evaluate(rows)
 
 
 def tokens() -> Tensor:
@@ -197,7 +254,7 @@ def test_an_own_loss_of_each_sample_is_used_and_a_mean_refused(tmp_path: Path) -
     for own in (squared, mean):
         private = PrivateTrainer(
             classifier(),
-            arguments(tmp_path, max_steps=1, save_strategy="no"),
+            arguments(tmp_path / own.__name__, max_steps=1, save_strategy="no"),
             train_dataset=records(),
             privacy=PrivacyArguments(**PRIVACY),
             compute_loss_func=own,
@@ -217,6 +274,8 @@ def test_an_own_loss_of_each_sample_is_used_and_a_mean_refused(tmp_path: Path) -
         {"neftune_noise_alpha": 5.0},
         {"parallelism_config": ParallelismConfig()},
         {"dataloader_drop_last": True},
+        {"debug": "underflow_overflow"},
+        {"hub_strategy": "all_checkpoints"},
         {"include_num_input_tokens_seen": "all"},
         {"train_sampling_strategy": "sequential"},
     ],
@@ -244,7 +303,10 @@ def test_packing_and_overridden_losses_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_micro_batches_of_similar_length_change_no_draw(tmp_path: Path) -> None:
-    plain, grouped = trainer(tmp_path), trainer(tmp_path, train_sampling_strategy="group_by_length")
+    plain, grouped = (
+        trainer(tmp_path / "plain"),
+        trainer(tmp_path / "grouped", train_sampling_strategy="group_by_length"),
+    )
     plain.train()
     grouped.train()
     ours, theirs = plain.model.state_dict(), grouped.model.state_dict()

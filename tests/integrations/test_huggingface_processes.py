@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,7 @@ def test_rank_0_alone_logs_and_saves_one_certificate_for_both(together: Together
         "certificate.json",
         "checkpoint-2",
         "checkpoint-4",
+        "ledger.jsonl",
     }
     assert json.loads((together.folder / "out" / "certificate.json").read_text())["processes"] == 2
     assert {rank["wrapped"] for rank in together.ranks} == {"BertForSequenceClassification"}
@@ -91,7 +93,8 @@ def test_rank_0_alone_logs_and_saves_one_certificate_for_both(together: Together
 def test_one_process_goes_on_where_two_stopped(
     together: Together, alone: tuple[PrivateTrainer, Any], tmp_path: Path
 ) -> None:
-    resumed, _ = trainer_ranks.private(tmp_path, processes=1, seed=3, resume=together.folder / "out" / "checkpoint-2")
+    copied = shutil.copytree(together.folder / "out", tmp_path / "out")
+    resumed, _ = trainer_ranks.private(copied, processes=1, seed=3, resume=copied / "checkpoint-2")
     assert same(resumed.model.state_dict(), alone[0].model.state_dict())
 
 

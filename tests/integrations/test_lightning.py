@@ -141,6 +141,32 @@ class Logging(Classifier):
         return losses
 
 
+class Counting(Classifier):
+    """Keeps what it has seen of the records, for a log after the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hits = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.hits += int((self.net(batch[0]).argmax(1) == batch[1]).sum())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train_hits", float(self.hits))
+
+
+class Keeping(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses = super().training_step(batch, batch_idx)
+        self.seen.append(losses.mean().item())
+        return losses
+
+
 class Clipping(Classifier):
     def on_after_backward(self) -> None:
         pass
@@ -148,11 +174,34 @@ class Clipping(Classifier):
 
 @pytest.mark.parametrize(
     ("module", "answer"),
-    [(Mean, 'reduction="none"'), (Logging, "log in validation_step"), (Clipping, "overrides on_after_backward")],
+    [
+        (Mean, 'reduction="none"'),
+        (Logging, "log in validation_step"),
+        (Counting, r"training_step changes self\.hits"),
+        (Keeping, "'seen' was written"),
+        (Clipping, "overrides on_after_backward"),
+    ],
 )
 def test_modules_that_cannot_be_private_are_refused_with_a_way_out(module: Any, answer: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=answer):
         fitted(tmp_path, module())
+
+
+@pytest.mark.parametrize("sanity_checks", [0, 1])
+def test_the_training_records_are_refused_for_validation(sanity_checks: int, tmp_path: Path) -> None:
+    records = dataset()
+    made = trainer(tmp_path, num_sanity_val_steps=sanity_checks)
+    with pytest.raises(ValueError, match="without noise: give other records"):
+        made.fit(Classifier(), DataLoader(records, batch_size=BATCH), DataLoader(records, batch_size=60))
+
+
+@pytest.mark.slow
+def test_a_second_training_of_one_strategy_is_refused_without_a_ledger(tmp_path: Path) -> None:
+    """Its certificate would state what the second run alone has spent."""
+    made = fitted(tmp_path, max_epochs=1)
+    made.fit_loop.max_epochs = 2
+    with pytest.raises(ValueError, match="would not count what the first has spent"):
+        made.fit(made.lightning_module, DataLoader(dataset(), batch_size=BATCH))
 
 
 @pytest.mark.parametrize(

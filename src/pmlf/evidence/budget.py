@@ -101,6 +101,7 @@ class BudgetGuard:
                 "the ledger has other plans, and a run with largest_batch composes as planned alone: give such a run a "
                 "ledger of its own"
             )
+        self._resumed_unseen = False
         self._affordable = 0  # this many events of the plan's kind fit the target ...
         self._beside: dict[Event, int] = {}  # ... beside these
 
@@ -174,6 +175,11 @@ class BudgetGuard:
         """Whether a plan may be made longer: this needs a ledger that records it, and a target to stop at."""
         whole = self._plan.event.overflow == 0.0  # no filter has a term for batches that are cut
         return self._ledger.on_disk and self._plan.target_epsilon is not None and whole
+
+    @property
+    def resumed_unseen(self) -> bool:
+        """Whether the run resumed from a state, and nobody knows what it had released after that."""
+        return self._resumed_unseen
 
     def claim(self) -> float | None:
         """The epsilon that holds for everything in the ledger, whatever results were seen; None if none does."""
@@ -278,7 +284,9 @@ class BudgetGuard:
             self._ledger.require(Position(**position))
         self._session = replace(self._session, beginning=state["beginning"])
         if not self._ledger.on_disk:
-            known = self.tally.releases_by_group(self._session.beginning) or [0] * self._plan.bands
+            seen = self.tally.releases_by_group(self._session.beginning)  # in this process
+            self._resumed_unseen |= not seen and not self._session.replayable
+            known = seen or [0] * self._plan.bands
             for group, (least, most) in enumerate(zip(known, state["releases"], strict=False)):
                 for turn in range(least, most):
                     self._ledger.spend(self._session, step=group + turn * self._plan.bands)

@@ -39,6 +39,7 @@ from pmlf.methods import Method
 
 _ROUNDING = 1e-9  # relative: other machines differ in the last digits
 CHANGED = "its content and its digest disagree, so it was changed or damaged"
+RESUMED_UNSEEN = "steps released after the saved state that the run resumed from: it has no ledger, which counts them"
 UNBOUNDED = "it states no epsilon: the amount spent may depend on results, and no target epsilon bounds all of it"
 
 
@@ -135,7 +136,7 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
             "trials": [
                 _trial(trial, budget.tally.parts_of(trial), releases) for trial, releases in budget.tally.trials.items()
             ],
-            "not_accounted_for": list(NOT_ACCOUNTED_FOR),
+            "not_accounted_for": [*NOT_ACCOUNTED_FOR, *([RESUMED_UNSEEN] if budget.resumed_unseen else [])],
             "versions": _versions(),
         }
     )

@@ -119,6 +119,9 @@ class PrivateStrategy(SingleDeviceStrategy):
         super().__init__(device=device)
         self.run: PrivateRun | None = None
         self._saved: dict[str, Any] | None = None
+        self._ledger = ledger
+        self._trained_on: Any = None  # the records of the training loader
+        self._evaluated: list[Any] = []  # those of validation and test loaders
         self._make = partial(
             make_private,
             target_delta=target_delta,
@@ -148,6 +151,11 @@ class PrivateStrategy(SingleDeviceStrategy):
         """Refuse what cannot be private, and make the optimizer."""
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_unsupported(trainer)
+            if self.run is not None and self._ledger is None:
+                raise ValueError(
+                    "this strategy has trained already, and a second run would not count what the first has spent: "
+                    "give PrivateStrategy(ledger=...), which counts both"
+                )
             self.run = None
             trainer.lightning_module.automatic_optimization = False  # `training_step` below takes the step
         super().setup(trainer)
@@ -158,12 +166,17 @@ class PrivateStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         if not module.trainer.training:
+            if module.trainer.state.fn != TrainerFn.PREDICTING:
+                self._evaluated.append(getattr(dataloader, "dataset", None))
+                self._refuse_evaluation_of(self._trained_on)
             return dataloader
         if not isinstance(dataloader, DataLoader) or self.run is not None:
             raise ValueError(
                 f"the training data are in a {type(dataloader).__name__} beside others, or in no DataLoader: give one "
                 "torch.utils.data.DataLoader"
             )
+        self._trained_on = dataloader.dataset
+        self._refuse_evaluation_of(self._trained_on)
         trainer = module.trainer
         each_epoch = math.ceil(population(dataloader.dataset) / (dataloader.batch_size or 1))
         self.run = self._make(
@@ -176,6 +189,13 @@ class PrivateStrategy(SingleDeviceStrategy):
         if self._saved is not None:
             self.run.load_state_dict(self._saved)
         return _Epochs(self.run, each_epoch)
+
+    def _refuse_evaluation_of(self, records: Any) -> None:
+        if records is not None and any(each is records for each in self._evaluated):
+            raise ValueError(
+                "the training records are given for validation or test too, and their scores would be logged without "
+                "noise: give other records"
+            )
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """A batch on the device. A run puts its own batches there."""
@@ -205,14 +225,15 @@ class PrivateStrategy(SingleDeviceStrategy):
             _save(self.run.state_dict(), filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        state = Path(f"{checkpoint_path}{STATE_ENDING}")
-        self._saved = checkpoint.load(state) if state.exists() else None
         assert self.lightning_module is not None
-        if self._saved is None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            raise ValueError(
-                f"{str(state)!r} does not exist, and without it nobody knows what the run has spent: give ckpt_path a "
-                "file that PrivateStrategy saved"
-            )
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:  # not for the weights alone
+            state = Path(f"{checkpoint_path}{STATE_ENDING}")
+            if not state.exists():
+                raise ValueError(
+                    f"{str(state)!r} does not exist, and without it nobody knows what the run has spent: give "
+                    "ckpt_path a file that PrivateStrategy saved"
+                )
+            self._saved = checkpoint.load(state)
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -247,6 +268,7 @@ def _losses_of(trainer: Trainer) -> Callable[[Any, Any], Tensor]:
     def losses(module: Any, batch: Any) -> Tensor:
         attached = trainer if module is trainer.lightning_module else None  # copies have none
         module.trainer = None
+        before = _counts(module)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message=r".*self\.log\(\)", category=UserWarning)
@@ -258,6 +280,12 @@ def _losses_of(trainer: Trainer) -> Callable[[Any, Any], Tensor]:
             ) from warning
         finally:
             module.trainer = attached
+        changed = [name for name, counts in _counts(module).items() if counts != before.get(name, [])]
+        if changed:
+            raise ValueError(
+                f"training_step changes self.{changed[0]}, which would carry what it has seen of the records without "
+                "noise to a later log: count in validation_step"
+            )
         if isinstance(found, Mapping):
             found = found.get("loss")
         if not isinstance(found, Tensor) or found.dim() != 1:
@@ -269,6 +297,15 @@ def _losses_of(trainer: Trainer) -> Callable[[Any, Any], Tensor]:
         return found
 
     return losses
+
+
+def _counts(module: LightningModule) -> dict[str, list[int]]:
+    """The whole numbers that a module keeps, also in lists and dicts. All other numbers are watched at every pass."""
+    found = {}
+    for name, value in vars(module).items():
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        found[name] = [item for item in items if type(item) is int]
+    return found
 
 
 def _planned(trainer: Trainer, each_epoch: int) -> int:

@@ -66,6 +66,12 @@ _REFUSED = (
     _Refusal("parallelism_config", lambda value: value is not None, "a sample is computed whole, by one process"),
     _Refusal("predict_with_generate", bool, "evaluation computes losses and logits; call model.generate yourself"),
     _Refusal("neftune_noise_alpha", lambda value: value is not None, "its hook is not checked for independence"),
+    _Refusal("debug", bool, "it prints activations, which are computed from the records without noise"),
+    _Refusal(
+        "hub_strategy",
+        lambda value: value in ("checkpoint", "all_checkpoints"),
+        "it publishes the state of a run, which is private until the run ends",
+    ),
     _Refusal("dataloader_drop_last", bool, "a Poisson batch has no fixed size"),
     _Refusal(
         "include_num_input_tokens_seen",

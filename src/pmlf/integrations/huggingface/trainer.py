@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate.utils.memory import should_reduce_batch_size
 from datasets import Dataset as HubDataset
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorWithFlattening,
     EvalPrediction,
@@ -32,6 +34,7 @@ from pmlf.evidence.ledger import Ledger
 from pmlf.experiments.spec import default_delta
 from pmlf.integrations.huggingface.arguments import PrivacyArguments, refuse_unsupported, uses_bfloat16
 from pmlf.integrations.huggingface.losses import loss_function
+from pmlf.integrations.huggingface.own_ledger import opened_ledger
 from pmlf.mechanism.sampling import population
 from pmlf.parallel.agreement import begin_alike
 from pmlf.parallel.processes import joined
@@ -53,8 +56,9 @@ class PrivateTrainer(Trainer):
     Training loss and gradient norm are sensitive and never logged; `TrainOutput.training_loss` is NaN. Logs hold the
     learning rate and the epsilon spent. Records of `eval_dataset` are not protected.
 
-    The last run's certificate is written to `output_dir/certificate.json`. With `PrivacyArguments(ema=...)`,
-    `private_run.averaged_model()` is the average.
+    Every step is counted in `output_dir/ledger.jsonl` before it is released. So steps that are done again after a
+    checkpoint, and a second call of `train`, are paid for. The last run's certificate is written to
+    `output_dir/certificate.json`. With `PrivacyArguments(ema=...)`, `private_run.averaged_model()` is the average.
 
     Under `torchrun` all processes take every step together, from the weights of rank 0. The
     model is not wrapped, and accelerate's data loader, which repeats records, loads evaluation records only.
@@ -63,7 +67,8 @@ class PrivateTrainer(Trainer):
         model: The model to train, also with an adapter of peft.
         args: The training arguments.
         privacy: The privacy arguments.
-        ledger: An open ledger, on rank 0 alone. The target then covers all that is in it.
+        ledger: An open ledger, on rank 0 alone, in place of the one in the output folder. The target covers all that
+            is in it.
         data_collator: Makes a batch of a list of records, as in `Trainer`.
         train_dataset: The records to protect, a map-style dataset.
         eval_dataset: Records for evaluation.
@@ -107,7 +112,7 @@ class PrivateTrainer(Trainer):
                 "DataCollatorWithFlattening packs several records into one sequence, so no loss is of one record: give "
                 "a collator that pads, such as DataCollatorWithPadding"
             )
-        for name in ("compute_loss", "training_step", "get_train_dataloader"):
+        for name in ("compute_loss", "training_step", "get_train_dataloader", "_get_train_sampler"):
             if getattr(type(self), name) is not getattr(Trainer, name):
                 raise ValueError(
                     f"{type(self).__name__} overrides {name}, which private training does not call: give "
@@ -131,6 +136,8 @@ class PrivateTrainer(Trainer):
                 "accelerate is configured for DeepSpeed or FSDP, whose gradients are of the whole batch: choose plain "
                 "data parallel in `accelerate config`, or start the processes by torchrun"
             )
+        for records in eval_dataset.values() if isinstance(eval_dataset, dict) else (eval_dataset,):
+            self._refuse_training_records(records)
         self.privacy = privacy
         self.ledger = ledger
         self.private_run: PrivateRun | None = None
@@ -153,14 +160,28 @@ class PrivateTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """The loop that `Trainer.train` calls: one private step where it has forward, backward and optimizer steps."""
+        """The loop that `Trainer.train` calls."""
         if trial is not None:
             raise ValueError(
                 "hyperparameter_search trains many models on the same records and counts one: use pmlf tune, or give "
                 "all runs one ledger"
             )
-        run = self.private_run = self._made_private()
-        self._begin(run, resume_from_checkpoint)
+        saved = None if resume_from_checkpoint is None else _saved_run(resume_from_checkpoint)
+        folder = Path(self._get_output_dir(trial))
+        try:
+            with opened_ledger(self.ledger, folder, resume_from_checkpoint, saved) as ledger:
+                run = self.private_run = self._made_private(ledger)
+                if saved is not None:
+                    run.load_state_dict(saved)
+                self._begin(run, resume_from_checkpoint)
+                return self._steps(run, trial, ignore_keys_for_eval)
+        except RuntimeError as error:
+            if should_reduce_batch_size(error):  # at which `auto_find_batch_size` would start again from here
+                raise MemoryError(f"{error} Give a smaller per_device_train_batch_size, and resume") from error
+            raise
+
+    def _steps(self, run: PrivateRun, trial: Any, ignore_keys_for_eval: list[str] | None) -> TrainOutput:
+        """One private step where `Trainer` has forward, backward and optimizer steps."""
         started, first = time.time(), self.state.global_step
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         if self.args.eval_on_start:
@@ -183,7 +204,7 @@ class PrivateTrainer(Trainer):
                 break
         return self._end(run, trial, started, run.steps_done - first)
 
-    def _made_private(self) -> PrivateRun:
+    def _made_private(self, ledger: Ledger | None) -> PrivateRun:
         args, privacy = self.args, self.privacy
         records, collate = self._records_and_collator()
         n = population(records)
@@ -214,7 +235,7 @@ class PrivateTrainer(Trainer):
             epochs=epochs,
             steps=steps,
             clip_norm=args.max_grad_norm,
-            ledger=self.ledger,
+            ledger=ledger,
             max_physical_batch_size="auto" if args.auto_find_batch_size else args.per_device_train_batch_size,
             seed=privacy.noise_seed,
             ema=privacy.ema,
@@ -226,6 +247,24 @@ class PrivateTrainer(Trainer):
             lengths=self._lengths(records),
             num_workers=args.dataloader_num_workers,
         )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """As in `Trainer`, except for the training records: their scores are computed without noise, and logged.
+
+        Raises:
+            ValueError: The records are `train_dataset`.
+        """
+        own: Any = self.eval_dataset
+        given = own if eval_dataset is None else eval_dataset
+        self._refuse_training_records(own[given] if isinstance(given, str) else given)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def _refuse_training_records(self, records: Any) -> None:
+        if records is not None and records is self.train_dataset:
+            raise ValueError(
+                "train_dataset is given for evaluation too, and the scores of its records would be logged without "
+                "noise: give other records"
+            )
 
     def _records_and_collator(self) -> tuple[Any, Callable[[list[Any]], dict[str, Any]]]:
         """The training records without unused columns, and their collator, whose batches are plain dicts."""
@@ -249,21 +288,14 @@ class PrivateTrainer(Trainer):
         return np.asarray([len(records[index]["input_ids"]) for index in range(len(records))], dtype=np.int64)
 
     def _begin(self, run: PrivateRun, resume_from_checkpoint: str | None) -> None:
-        """Set up the trainer's own state, or load both from a checkpoint."""
+        """Set up the trainer's own state, or load it from a checkpoint."""
         stateful: Any = [
             part for part in (*self.callback_handler.callbacks, self.control) if isinstance(part, ExportableState)
         ]
         self.state = TrainerState(stateful_callbacks=stateful, train_batch_size=self.args.train_batch_size)
         if resume_from_checkpoint is not None:
-            folder = Path(resume_from_checkpoint)
-            if not (folder / STATE_FILE).exists():
-                raise ValueError(
-                    f"{resume_from_checkpoint!r} has no {STATE_FILE}, which save_only_model=True leaves out: give a "
-                    "checkpoint that a PrivateTrainer saved whole"
-                )
-            self.state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+            self.state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / "trainer_state.json"))
             self._load_callback_state()
-            run.load_state_dict(checkpoint.load(folder / STATE_FILE))
         self.state.compute_steps(self.args, run.steps)
         self.state.max_steps = run.steps
         self.state.num_train_epochs = math.ceil(run.steps / run.steps_per_epoch)
@@ -312,3 +344,13 @@ class PrivateTrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Nothing: a private run draws from streams of its own, whose keys are never stored."""
+
+
+def _saved_run(folder: str) -> dict[str, Any]:
+    """The state of the run in a checkpoint's folder."""
+    if not (Path(folder) / STATE_FILE).exists():
+        raise ValueError(
+            f"{folder!r} has no {STATE_FILE}, which save_only_model=True leaves out: give a checkpoint that a "
+            "PrivateTrainer saved whole"
+        )
+    return checkpoint.load(Path(folder) / STATE_FILE)
