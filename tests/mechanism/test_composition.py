@@ -42,6 +42,13 @@ def test_epsilon_agrees_with_dp_accountings_composition(plan: tuple[tuple[float,
     assert filter_epsilon(events, delta=1e-5) >= found
 
 
+def test_events_that_cost_nothing_alone_are_paid_for_together_with_the_steps() -> None:
+    mean = Event(noise_multiplier=200.0, sample_rate=1.0)
+    assert composed_epsilon({mean: 1}, delta=0.006) == 0.0
+    z = noise_beside({mean: 1}, target_epsilon=0.01, target_delta=0.006, sample_rate=1.0, steps=30)
+    assert composed_epsilon({mean: 1, Event(noise_multiplier=z, sample_rate=1.0): 30}, delta=0.006) <= 0.01
+
+
 def test_full_batches_compose_to_one_release_exactly() -> None:
     many = {Event(noise_multiplier=z, sample_rate=1.0): 2 for z in (10.0, 20.0)}
     one = {Event(noise_multiplier=(2 / 100 + 2 / 400) ** -0.5, sample_rate=1.0): 1}

@@ -112,7 +112,7 @@ def noise_beside(
             f"target_epsilon={target_epsilon} is spent before the first step: the other events of the plan have "
             f"epsilon {before:.4g}, give them more noise or leave them out"
         )
-    if before == 0.0:
+    if not any(events.values()):
         return alone
 
     def total(log_z: float) -> float:
