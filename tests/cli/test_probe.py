@@ -15,8 +15,10 @@ import pytest
 
 import pmlf
 from pmlf.cli.main import main
+from pmlf.data.feature_files import load_features
 from pmlf.evidence import certificate, ledger
 from pmlf.experiments import probing
+from pmlf.experiments.spec import RunSpec
 
 N, D = 600, 6
 
@@ -90,8 +92,8 @@ def test_a_seeded_run_ends_with_the_same_model_after_an_interruption(files: Path
     ("arguments", "message"),
     [
         (["x.npy", "--classes", "2"], "holds no labels"),
-        (["x.npy", "--labels", "y.npy"], "declare all possible classes"),
-        (["x.csv", "--labels", "y.npy"], "not a feature file"),
+        (["x.npy", "--labels", "y.npy"], "give all possible classes"),
+        (["x.csv", "--labels", "y.npy", "--classes", "2"], "not a feature file"),
         (["xy.parquet", "--labels", "colour", "--classes", "2"], "no column 'colour'"),
         (["--resume", "nowhere"], "no probe to resume"),
         ([], "FEATURES is missing"),
@@ -143,6 +145,42 @@ def test_a_trained_probe_predicts_and_scores_files(
     for source in (["x.npy", "--label-column", "y.npy"], ["xy.npz"], ["xy.parquet"]):
         assert main(["evaluate", "run", "--dataset", *source, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["score"]["accuracy"] == pytest.approx(accuracy)
+
+
+def test_a_probe_and_a_network_are_not_mistaken_for_each_other(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    probing.run_probe(spec(files, steps=1), files / "probe")
+    for command in (["report", str(files / "probe")], ["train", "--resume", str(files / "probe")]):
+        assert main(command) == 2
+        assert "is a run of `pmlf probe`" in capsys.readouterr().err
+    (files / "network").mkdir()
+    (files / "network" / "spec.json").write_text(RunSpec().to_json())
+    (files / "network" / "checkpoint.safetensors").touch()
+    assert main(["probe", "--resume", str(files / "network")]) == 2
+    assert "is a run of `pmlf train`" in capsys.readouterr().err
+
+
+def test_features_and_labels_of_several_lengths_are_refused(files: Path) -> None:
+    np.save(files / "fewer.npy", np.zeros(N - 3, dtype=int))
+    with pytest.raises(ValueError, match="give one label per record"):
+        load_features(files / "x.npy", str(files / "fewer.npy"))
+
+
+@pytest.mark.parametrize("name", ["table.parquet", "texts.npy", "pickled.npy", "empty.npy", "broken.npz"])
+def test_a_file_of_no_features_is_refused_and_no_value_is_shown(
+    name: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(files)
+    people = np.array([["Alice", "1"]] * N)
+    columns = {"name": ["Alice"] * N, "f": [1.0] * N, "label": [0] * N}
+    pyarrow.parquet.write_table(pyarrow.table(columns), "table.parquet")
+    np.save("texts.npy", people)
+    np.save("pickled.npy", people.astype(object), allow_pickle=True)
+    Path("empty.npy").touch()
+    Path("broken.npz").write_bytes(b"Alice")
+    labels = [] if name.endswith("parquet") else ["--labels", "y.npy"]
+    assert main(["probe", name, *labels, "--classes", "2", "--out", "run"]) == 2
+    said = capsys.readouterr().err
+    assert "Alice" not in said and "numbers" in said and not Path("run").exists()
 
 
 def test_numbers_are_predicted_in_their_range(files: Path) -> None:

@@ -224,6 +224,22 @@ def test_an_undeclared_label_is_not_shown() -> None:
     assert "secret" not in str(refused.value)
 
 
+def test_a_text_among_the_features_is_not_shown() -> None:
+    X, y = classified()
+    people = X.astype(object)
+    people[7, 1] = "a secret"
+    for features in (people, people.astype(str)):
+        with pytest.raises(ValueError, match="are not all numbers") as refused:
+            PrivateProbe(classes=3).fit(features, y)
+        assert "secret" not in str(refused.value)
+
+
+def test_classes_that_are_taken_from_the_labels_are_named_in_the_certificate() -> None:
+    document = PrivateProbe(classes="from-labels", steps=2, random_state=0).fit(*classified()).certificate_
+    assert document["not_accounted_for"][-1] == "the set of classes, which was taken from the labels"
+    assert certificate.examined(document)[1] is None
+
+
 def test_a_fitted_probe_holds_no_record(fitted: PrivateProbe) -> None:
     """Its pickle does not grow with the number of records."""
     X, y = classified()

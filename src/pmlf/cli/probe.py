@@ -121,6 +121,16 @@ class ProbeCommand(Command):
 
         if self.features is None:
             raise ValueError("FEATURES is missing: give a .npy, .npz or .parquet file, or --resume RUN_DIR")
+        if self.head == "least-squares" and self.target_range is None:
+            raise ValueError(
+                "--target-range is missing: give the smallest and the largest possible target, as in --target-range 0 "
+                "100; the range of the private targets would reveal a record"
+            )
+        if self.head != "least-squares" and not self.classes:
+            raise ValueError(
+                "--classes is missing: give all possible classes, as in --classes cat dog, or their number if the "
+                "labels are 0, 1, 2, ...; a class of a single record would reveal it"
+            )
         given: dict[str, Any] = {
             name: getattr(self, name)
             for name in (

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,17 +45,25 @@ def load_features(features: Path, labels: str | None) -> tuple[NDArray[Any], NDA
         Features and labels.
 
     Raises:
-        ValueError: A file or column is missing or of another kind. The message says what there is.
+        ValueError: A file or column is missing or of another kind, or there is not one label per record. The message
+            shows no value.
     """
     _refuse_others(features)
-    from_file = labels is not None and Path(labels).suffix == ".npy"
+    separate = None if labels is None or Path(labels).suffix != ".npy" else _array(Path(labels))
     if features.suffix == ".npy":
-        if not from_file:
+        if separate is None:
             raise ValueError(f"{str(features)!r} holds no labels: give a .npy file as `labels`")
-        return np.load(features, mmap_mode="r", allow_pickle=False), _labels(labels)
-    if features.suffix == ".npz":
-        return _from_npz(features, labels, from_file)
-    return _from_parquet(features, labels, from_file)
+        found = _array(features), separate
+    elif features.suffix == ".npz":
+        found = _from_npz(features, labels or "labels", separate)
+    else:
+        found = _from_parquet(features, labels or "label", separate)
+    if found[0].shape[:1] != found[1].shape[:1]:
+        raise ValueError(
+            f"{str(features)!r} has features of shape {found[0].shape} and labels of shape {found[1].shape}: give one "
+            "label per record"
+        )
+    return found
 
 
 def load_unlabelled(features: Path) -> NDArray[Any]:
@@ -63,14 +74,10 @@ def load_unlabelled(features: Path) -> NDArray[Any]:
     """
     _refuse_others(features)
     if features.suffix == ".npy":
-        return np.load(features, mmap_mode="r", allow_pickle=False)
+        return _array(features)
     if features.suffix == ".npz":
-        with np.load(features, allow_pickle=False) as arrays:
-            if "features" not in arrays.files:
-                raise ValueError(f"{str(features)!r} has no array 'features': it has {', '.join(arrays.files)}")
-            return np.asarray(arrays["features"])
-    table = _table(features)
-    return _matrix([table.column(name) for name in table.column_names if name != "label"])
+        return _arrays(features, ["features"])[0]
+    return _matrix(_table(features), "label", features)
 
 
 def _refuse_others(path: Path) -> None:
@@ -78,28 +85,47 @@ def _refuse_others(path: Path) -> None:
         raise ValueError(f"{str(path)!r} is not a feature file: give one that ends in {', '.join(FEATURE_SUFFIXES)}")
 
 
-def _labels(path: str | None) -> NDArray[Any]:
-    assert path is not None
-    return np.asarray(np.load(path, allow_pickle=False))
+def _from_npz(path: Path, labels: str, separate: NDArray[Any] | None) -> tuple[NDArray[Any], NDArray[Any]]:
+    if separate is not None:
+        return _arrays(path, ["features"])[0], separate
+    features, found = _arrays(path, ["features", labels])
+    return features, found
 
 
-def _from_npz(path: Path, labels: str | None, from_file: bool) -> tuple[NDArray[Any], NDArray[Any]]:
-    with np.load(path, allow_pickle=False) as arrays:
-        name = labels or "labels"
-        needed = ["features"] if from_file else ["features", name]
-        missing = [each for each in needed if each not in arrays.files]
-        if missing:
-            raise ValueError(f"{str(path)!r} has no array {missing[0]!r}: it has {', '.join(arrays.files)}")
-        return arrays["features"], _labels(labels) if from_file else arrays[name]
-
-
-def _from_parquet(path: Path, labels: str | None, from_file: bool) -> tuple[NDArray[Any], NDArray[Any]]:
+def _from_parquet(path: Path, labels: str, separate: NDArray[Any] | None) -> tuple[NDArray[Any], NDArray[Any]]:
     table = _table(path)
-    name = labels or "label"
-    if not from_file and name not in table.column_names:
-        raise ValueError(f"{str(path)!r} has no column {name!r} for `labels`: it has {', '.join(table.column_names)}")
-    matrix = _matrix([table.column(each) for each in table.column_names if from_file or each != name])
-    return matrix, _labels(labels) if from_file else np.asarray(table.column(name).to_pylist())
+    if separate is not None:
+        return _matrix(table, None, path), separate
+    if labels not in table.column_names:
+        raise ValueError(f"{str(path)!r} has no column {labels!r} for `labels`: it has {', '.join(table.column_names)}")
+    return _matrix(table, labels, path), np.asarray(table.column(labels).to_pylist())
+
+
+def _array(path: Path) -> NDArray[Any]:
+    """The array of a .npy file, memory-mapped."""
+    with _readable(path):
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
+def _arrays(path: Path, names: list[str]) -> list[NDArray[Any]]:
+    """Arrays of a .npz file."""
+    with _readable(path), np.load(path, allow_pickle=False) as arrays:
+        there = arrays.files
+        if set(names) <= set(there):
+            return [np.asarray(arrays[name]) for name in names]
+    missing = next(name for name in names if name not in there)
+    raise ValueError(f"{str(path)!r} has no array {missing!r}: it has {', '.join(there)}")
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, EOFError, BadZipFile, TypeError) as error:
+        raise ValueError(
+            f"{str(path)!r} cannot be read as arrays of numbers or texts: write it with numpy.save or numpy.savez; an "
+            "array of objects needs .astype(str) or .astype(float) before"
+        ) from error
 
 
 def _table(path: Path) -> Any:
@@ -110,7 +136,16 @@ def _table(path: Path) -> Any:
     return pyarrow.parquet.read_table(path)
 
 
-def _matrix(columns: list[Any]) -> NDArray[Any]:
-    if len(columns) == 1 and columns[0].type.num_fields == 1:  # a list column
-        return np.asarray(columns[0].to_pylist(), dtype=np.float32)
-    return np.stack([column.to_numpy().astype(np.float32) for column in columns], axis=1)
+def _matrix(table: Any, labels: str | None, path: Path) -> NDArray[Any]:
+    """All columns but that of the labels as a matrix; or the only one, if it is of lists."""
+    columns = {name: table.column(name) for name in table.column_names if name != labels}
+    try:
+        if len(columns) == 1 and (column := next(iter(columns.values()))).type.num_fields == 1:  # a list column
+            return np.asarray(column.to_pylist(), dtype=np.float32)
+        return np.stack([column.to_numpy().astype(np.float32) for column in columns.values()], axis=1)
+    except (ValueError, TypeError):  # without the value, which may be private
+        raise ValueError(
+            f"{str(path)!r} has a column of features that are not numbers, or lists of several lengths: it has "
+            f"{', '.join(f'{name} ({column.type})' for name, column in columns.items())}; remove what is no feature, "
+            "and give the column of the labels as `labels`"
+        ) from None

@@ -173,13 +173,19 @@ class RunFolder:
     def _written_spec(self) -> RunSpec:
         path = self.path / "spec.json"
         try:
-            return RunSpec.from_json(path.read_text())
+            text = path.read_text()
+            if "probe" not in json.loads(text):
+                return RunSpec.from_json(text)
         except FileNotFoundError as error:
             if not self.path.exists():
                 raise ValueError(f"{str(self.path)!r} does not exist: give the folder of a run") from error
             raise ValueError(f"{str(self.path)!r} is not the folder of a run: it has no spec.json") from error
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{str(path)!r} is not a spec ({error}): restore the file") from error
+        raise ValueError(
+            f"{str(self.path)!r} is a run of `pmlf probe`: give it to `pmlf probe --resume`, `pmlf predict` or `pmlf "
+            "evaluate`"
+        )
 
     def _write_weights(self, name: str, model: nn.Module) -> None:
         # copies, because safetensors refuses tied weights, which share memory

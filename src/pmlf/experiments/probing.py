@@ -141,6 +141,8 @@ def read_spec(out: Path) -> ProbeSpec:
     if not (out / "spec.json").exists() or not (out / "checkpoint.safetensors").exists():
         raise ValueError(f"{str(out)!r} holds no probe to resume: give the folder of an interrupted run")
     document = json.loads((out / "spec.json").read_text())
+    if "probe" not in document:
+        raise ValueError(f"{str(out)!r} is a run of `pmlf train`: resume it with `pmlf train --resume {out}`")
     return ProbeSpec(**{name: document[name] for name in ProbeSpec.__dataclass_fields__})
 
 

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from pmlf.evidence.budget import BudgetGuard
+from pmlf.evidence.certificate import sealed
 from pmlf.evidence.ledger import Ledger
 from pmlf.mechanism.filters import LowPass
 from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
@@ -236,7 +237,7 @@ class PrivateProbe:
     def finish(self, training: ProbeTraining) -> Self:
         """Take over what a training has released, and nothing else: the probe is then fitted."""
         self.model_: ProbeModel = training.model()
-        self.certificate_ = training.certificate()
+        self.certificate_ = self._certified(training.certificate())
         self.epsilon_ = self.certificate_["epsilon"]
         self.noise_multiplier_ = training.budget.plan.event.noise_multiplier
         self.learning_rate_ = training.learning_rate
@@ -246,6 +247,13 @@ class PrivateProbe:
         if self._declared.classes is not None:
             self.classes_ = self._declared.classes
         return self
+
+    def _certified(self, document: dict[str, Any]) -> dict[str, Any]:
+        """The certificate, which says so if the classes are those of the records."""
+        if not isinstance(self.classes, str):
+            return document
+        left_out = [*document["not_accounted_for"], "the set of classes, which was taken from the labels"]
+        return sealed({**document, "not_accounted_for": left_out})
 
     def _scores(self, X: Any) -> torch.Tensor:
         if "model_" not in vars(self):

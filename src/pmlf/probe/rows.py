@@ -102,17 +102,14 @@ def as_matrix(features: Any) -> NDArray[Any]:
     array = features.detach().cpu().numpy() if isinstance(features, Tensor) else np.asanyarray(features)
     if np.iscomplexobj(array):
         raise ValueError("Complex data not supported: give an array of real numbers of shape (n, d)")
-    if array.dtype == object:
+    if array.dtype.kind not in "fiub":
         try:
             array = array.astype(np.float64)
         except TypeError as error:
             raise TypeError(f"features of type object have an argument must be a string or a number: {error}") from None
-    if array.dtype.kind not in "fiub":
-        try:
-            array = array.astype(np.float64)
         except ValueError:  # without the value, which may be private
             raise ValueError(
-                f"features of dtype {array.dtype} are not numbers: give an array of shape (n, d)"
+                f"features of dtype {array.dtype} are not all numbers: give an array of numbers of shape (n, d)"
             ) from None
     if array.ndim != 2:
         raise ValueError(

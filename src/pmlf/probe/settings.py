@@ -80,7 +80,10 @@ class ProbeSettings:
         if self.batch_size is not None:
             require_count("batch_size", self.batch_size, "it is the expected number of records in a step, or None")
             if self.batch_size > self.records:
-                raise ValueError(f"batch_size={self.batch_size} is more than the {self.records} records: give None")
+                raise ValueError(
+                    f"batch_size={self.batch_size} is more than the {self.records} records: leave it out, for full "
+                    "batches"
+                )
         require_positive("clip_norm", self.clip_norm, "it bounds the gradient of one record")
         require_positive("moment_clip", self.moment_clip, "it bounds the squared coordinates of one record")
         require_positive("score_noise", self.score_noise, "it is a standard deviation, usually about 1")
