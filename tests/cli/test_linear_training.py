@@ -37,6 +37,19 @@ def test_a_run_prints_its_certified_epsilon_and_a_complete_run_resumes_to_its_re
     assert json.loads(capsys.readouterr().out)["test_accuracy"] == printed["test_accuracy"]
 
 
+def test_what_is_refused_is_refused_before_features_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(linear_features, "feature_splits", None)
+    for given, said in (
+        (["--lr", "3", "--out", "new"], "--lr is not a setting of prior-linear: leave it out"),
+        (["--records", "0", "--out", "new"], "--records=0"),
+        (["--out", str(tmp_path)], "already exists"),
+    ):
+        assert main(["train", "--model", "prior-linear", *given]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_an_option_of_networks_is_refused_by_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--out", str(tmp_path / "run"), "--show-sensitive"]) == 2
     assert "--show-sensitive is not an option of --model prior-linear" in capsys.readouterr().err

@@ -33,18 +33,19 @@ _OF_PROBES = ("epsilon", "delta", "steps", "batch_size", "clip_norm", "holdout",
 def train(command: Train, spec: RunSpec, out: Path) -> RunResult:
     """Run the spec and print its result."""
     from pmlf.experiments import linear_features, prior_linear
+    from pmlf.experiments.folder import RunFolder
 
     for name in _OF_NETWORKS:
         if getattr(command, name):
             of = f"--model {MODEL}" if spec.pretrained.prior is None else f"--prior {spec.pretrained.prior}"
             raise ValueError(f"{flag(name)} is not an option of {of}: leave it out")
-    console = Console(stderr=True)
-    with _extraction_progress(console) as extracting:
-        linear_features.feature_splits(spec, command.data_dir, extracting)
+    console, resume = Console(stderr=True), command.resume is not None
+    _, _, finished = prior_linear.found(spec, RunFolder(out), resume=resume)
+    if finished is None:
+        with _extraction_progress(console) as extracting:
+            linear_features.feature_splits(spec, command.data_dir, extracting)
     with train_progress(console) as observer:
-        result = prior_linear.run(
-            spec, out, data_dir=command.data_dir, observer=observer, resume=command.resume is not None
-        )
+        result = prior_linear.run(spec, out, data_dir=command.data_dir, observer=observer, resume=resume)
     command.show(result.to_json(), display.run_summary(result))
     return result
 

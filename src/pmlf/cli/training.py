@@ -93,7 +93,8 @@ class Train(TrainingCommand):
 
     features: Annotated[Path | None, shown_default("none", "FILE")] = None
     """Train a private linear model on precomputed features instead of a dataset, as `pmlf probe` does: a .npy, .npz or
-    .parquet file. --labels is then the .npy file, the array or the column of the labels; --classes declares them."""
+    .parquet file. --labels is then the .npy file, the array or the column of the labels; --classes declares them.
+    Defaults are those of `pmlf probe`: epsilon 1, delta 1e-5, clip norm 0.3, 30 steps with full batches."""
 
     classes: Annotated[tuple[str, ...], shown_default("none", "CLASS [CLASS ...]")] = ()
     """With --features: all possible classes, or their number if the labels are 0, 1, 2, ..."""
@@ -197,6 +198,11 @@ class Compare(TrainingCommand):
         from pmlf.experiments import runner
 
         check_plot(self.plot)
+        if self.setting.model == linear_training.MODEL or self.setting.pretrained.prior is not None:
+            raise ValueError(
+                "private linear models on features have one method, so there is nothing to compare: train them with "
+                "`pmlf train`"
+            )
         self.warn()
         specs = comparison(self.setting, self.methods, lrs=self.lrs, seeds=self.seeds)
         out = self.folder("comparison")

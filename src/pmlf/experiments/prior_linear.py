@@ -18,17 +18,19 @@ import numpy as np
 import torch
 
 from pmlf import data
+from pmlf.basics.arguments import require_count
 from pmlf.basics.files import write_atomically, write_json
 from pmlf.evidence import certificate, certificate_page
 from pmlf.evidence.budget import BudgetGuard
 from pmlf.evidence.ledger import Ledger
+from pmlf.experiments.execution import deferred_signals
 from pmlf.experiments.folder import RunFolder, resumed_spec
 from pmlf.experiments.form import PRETRAINED_FOLDER, WEIGHTS
 from pmlf.experiments.linear_features import FILTER, MODEL, FeatureSplits, feature_splits, features_digest
 from pmlf.experiments.linear_model import LinearForm, write_linear
 from pmlf.experiments.options import PretrainedOptions
 from pmlf.experiments.results import Evaluation, RunObserver, RunResult, SilentObserver
-from pmlf.experiments.spec import MethodOptions, RunSpec, default_delta
+from pmlf.experiments.spec import DEFAULT_EPSILON, MethodOptions, RunSpec, default_delta
 from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
 from pmlf.probe.rows import FeatureRows
 from pmlf.probe.settings import ProbeSettings
@@ -67,15 +69,9 @@ def run(
         ValueError: If a setting, the dataset or the folder is refused. The message says what to change.
     """
     folder = RunFolder(Path(out))
-    saved = None
-    if resume and folder.begun():
-        spec, finished = resumed_spec(folder.spec(), spec), folder.finished()
-        if finished is not None:
-            return finished
-        saved = folder.load()
-    else:
-        folder.refuse_existing()
-        _refuse_others(spec)
+    spec, saved, finished = found(spec, folder, resume=resume)
+    if finished is not None:
+        return finished
     splits = feature_splits(spec, data_dir, extracting)
     if saved is None:
         spec = _resolved(spec, splits)
@@ -85,8 +81,26 @@ def run(
     return _Training(spec, splits, folder, saved).run(observer or SilentObserver())
 
 
+def found(
+    spec: RunSpec, folder: RunFolder, *, resume: bool
+) -> tuple[RunSpec, Mapping[str, Any] | None, RunResult | None]:
+    """The spec to run, the checkpoint to resume from, and the result if the run is already complete.
+
+    Raises:
+        ValueError: If a setting or the folder is refused: before any features are computed.
+    """
+    if resume and folder.begun():
+        finished = folder.finished()
+        return resumed_spec(folder.spec(), spec), None if finished is not None else folder.load(), finished
+    folder.refuse_existing()
+    _refuse_others(spec)
+    return spec, None, None
+
+
 def _refuse_others(spec: RunSpec) -> None:
     """Raise ValueError for a setting that only networks have."""
+    if spec.records is not None:
+        require_count("records", spec.records, "it is the number of records to use")
     usual, name_of_it = vars(RunSpec()), spec.pretrained.prior or MODEL
     for name, value in vars(spec).items():
         if name not in _TAKEN and value != usual[name]:
@@ -106,13 +120,13 @@ def _refuse_others(spec: RunSpec) -> None:
 
 def _resolved(spec: RunSpec, splits: FeatureSplits) -> RunSpec:
     """The spec with all that the run uses filled in: LP-DPSGD with full batches."""
-    records, epsilon = len(splits.labels), 1.0 if spec.epsilon is None else spec.epsilon
+    records, epsilon = len(splits.labels), DEFAULT_EPSILON if spec.epsilon is None else spec.epsilon
     settings = splits.recipe(epsilon)
     return replace(
         spec,
         epsilon=epsilon,
         delta=default_delta(records) if spec.delta is None else spec.delta,
-        steps=spec.steps or settings["steps"],
+        steps=settings["steps"] if spec.steps is None else spec.steps,
         batch_size=records,
         clip_norm=settings["clip_norm"],
         method="lp-dpsgd",
@@ -142,12 +156,14 @@ class _Training:
         interrupted_by = None
         with Ledger(self._folder.own_ledger, dataset=self._spec.dataset, run=self._run) as ledger:
             training = self._begun(ledger)
-            self._save(training)
-            observer.started(self._spec, training.settings.steps)
             try:
-                while training.advance():
+                with deferred_signals() as interruption:
                     self._save(training)
-                    observer.stepped(training.steps_done, None)
+                    observer.started(self._spec, training.settings.steps)
+                    while not interruption.by and training.advance():
+                        self._save(training)
+                        observer.stepped(training.steps_done, None)
+                interrupted_by = interruption.by if training.done < training.total else None
             except KeyboardInterrupt:
                 interrupted_by = "SIGINT"
             return self._finish(training, observer, interrupted_by)
