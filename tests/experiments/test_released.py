@@ -343,6 +343,7 @@ def refusals(runs: dict[str, Trained], folder: Path) -> Iterator[tuple[list[obje
     yield ["predict", folder / "none", "a.png"], "none' does not exist: give the folder of a run"
     yield ["predict", folder, "a.png"], "holds no model, because it has no model.json"
     yield ["predict", image], "there is nothing to predict"
+    yield ["predict", image, "--text", "a film"], "--text is for models of texts"
     yield ["predict", image, folder / "none.png"], "none.png' does not exist"
     yield ["predict", image, rows / "test.csv"], "is no image and no folder of images"
     yield (

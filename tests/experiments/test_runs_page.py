@@ -81,6 +81,15 @@ def test_a_certificate_that_was_changed_is_shown_as_one_that_does_not_hold(runs:
     assert "does NOT hold" in page and "holds, recomputed" not in page
 
 
+@pytest.mark.slow
+def test_the_folder_of_a_comparison_is_reported_run_by_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--model", "linear", "--records", "200", "--batch-size", "50", "--steps", "1", "--methods", "dpsgd", "disk"]
+    assert cli.main(["compare", *few, "--out", str(tmp_path / "both"), "--json"]) == 0
+    capsys.readouterr()
+    assert cli.main(["report", str(tmp_path / "both"), "--out", str(tmp_path / "page.html"), "--json"]) == 0
+    assert [run["method"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["disk", "dpsgd"]
+
+
 def test_a_run_without_a_result_and_options_of_records_are_refused(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,8 @@ def in_words_of_the_command_line(error: Exception, command: Command | None) -> s
         return f"{str(error.filename)!r} cannot be used: {error.strerror}"
     options = set() if command is None else set(_option_names(command))
     typed = _LIBRARY_NAMES | {name: flag(name) for name in options}
+    if "epsilons" in options:  # `pmlf plan` takes several
+        typed["target_epsilon"] = flag("epsilons")
 
     def as_flag(found: re.Match[str]) -> str:
         name = found["quoted"] or found["bare"]

@@ -16,7 +16,7 @@ from pmlf.basics.files import write_atomically
 from pmlf.cli.common import Command, check_plot
 from pmlf.cli.display import facts
 from pmlf.experiments.options import shown_default
-from pmlf.experiments.spec import default_delta
+from pmlf.experiments.spec import DEFAULT_MODELS, default_delta
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from pmlf.experiments.planning import Recommendation, Sweep
@@ -36,7 +36,7 @@ class Planning(Command):
     records: int = 50_000
     """Number n of training records."""
 
-    model: str = "cnn5"
+    model: Annotated[str | None, shown_default("cnn5; mlp with --features")] = None
     """Images: cnn5, linear, resnet18, resnet18-narrow, vit, vit-mini, vit-tiny or vit-small. Tables, with --features:
     mlp or linear."""
 
@@ -87,6 +87,8 @@ class Planning(Command):
 
         check_plot(self.plot)
         sizes = self.batch_sizes or tuple(sorted({max(1, _round(self.records * share)) for share in _SHARES}))
+        if self.features is None and self.model == DEFAULT_MODELS["table"]:
+            raise ValueError(f"--model {self.model} is for tables: give --features, the number of the model's inputs")
         if self.input_norm is not None and (self.model != "linear" or self.parameters is not None):
             raise ValueError("--input-norm is only for --model linear: leave it out")
         parameters, seconds, inputs = self._model()
@@ -128,11 +130,13 @@ class Planning(Command):
         from pmlf.experiments import planning
 
         if self.features is not None:
-            network = models.build_for_table(self.model, features=self.features, outputs=self.classes, seed=0)
+            name = self.model or DEFAULT_MODELS["table"]
+            network = models.build_for_table(name, features=self.features, outputs=self.classes, seed=0)
             inputs = planning.synthetic_rows(self.features)
         else:
+            name = self.model or DEFAULT_MODELS["image"]
             network = models.build(
-                self.model, in_channels=self.channels, image_size=self.image_size, classes=self.classes, seed=0
+                name, in_channels=self.channels, image_size=self.image_size, classes=self.classes, seed=0
             )
             inputs = planning.synthetic_images(self.channels, self.image_size)
         count = sum(parameter.numel() for parameter in network.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,10 +19,10 @@ from pmlf.experiments.spec import shown_default
 class Report(Command):
     """Show your own runs side by side, or the results of `pmlf reproduce` next to the paper's numbers, on one page.
 
-    Folders of `pmlf train` make a page with curves, intervals, epsilon, costs and recomputed certificates. Otherwise
-    reads folders written by `pmlf reproduce` (its --out) and by `pmlf train --diagnostics`. Can also write the tables
-    as Markdown and LaTeX and the charts as images. Diagnostics are sensitive: a page or Markdown file that shows them
-    gets file mode 0600.
+    Folders of `pmlf train` and `pmlf compare` make a page with curves, intervals, epsilon, costs and recomputed
+    certificates. Otherwise reads folders written by `pmlf reproduce` (its --out) and by `pmlf train --diagnostics`. Can
+    also write the tables as Markdown and LaTeX and the charts as images. Diagnostics are sensitive: a page or Markdown
+    file that shows them gets file mode 0600.
     """
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[DIR ...]")] = (
@@ -50,8 +51,9 @@ class Report(Command):
                 raise ValueError(f"{str(file)!r} cannot be written: the folder {str(file.parent)!r} does not exist")
         # a run with diagnostics has a page of its own, which only its owner can read
         measured = any((folder / "diagnostics.json").exists() for folder in self.folders)
-        if not measured and any((folder / "spec.json").exists() for folder in self.folders):
-            return self._own_runs()
+        runs = [run for folder in self.folders for run in _runs_in(folder)]
+        if not measured and any((run / "spec.json").exists() for run in runs):
+            return self._own_runs(runs)
         records, diagnostics = summary.read(self.folders)
         written = {"page": self.out}
         _write(self.out, page.render(records, diagnostics), sensitive=bool(diagnostics))
@@ -68,18 +70,25 @@ class Report(Command):
         self.show({"records": [record.key for record in records], **document}, facts(list(document.items())))
         return 0
 
-    def _own_runs(self) -> int:
+    def _own_runs(self, folders: Sequence[Path]) -> int:
         from pmlf.experiments import runs_page
 
         for name in ("markdown", "latex", "figures"):
             if getattr(self, name) is not None:
                 raise ValueError(f"`{name}` is only for results of `pmlf reproduce`: leave it out")
-        runs = [runs_page.ReportedRun.read(folder) for folder in self.folders]
+        runs = [runs_page.ReportedRun.read(folder) for folder in folders]
         self.out.write_text(runs_page.render(runs))
         self.show(
             {"runs": [run.result.to_json() for run in runs], "page": str(self.out)}, facts([("page", str(self.out))])
         )
         return 0
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The folders of the runs of `pmlf compare`; any other folder is itself."""
+    if not (folder / "comparison.json").is_file():
+        return [folder]
+    return sorted(spec.parent for spec in folder.glob("*/spec.json"))
 
 
 def _write(path: Path, text: str, *, sensitive: bool) -> None:

@@ -53,6 +53,8 @@ class Predict(Command):
         if not self.inputs and not self.text:
             raise ValueError("there is nothing to predict: give files after the folder of the run, or --text")
         released = load(self.run, average=self.average)
+        if self.text and released.tokenizer is None:
+            raise ValueError("`text` is for models of texts, and this one takes none: give files instead")
         rows = list(released.predict_files(self.inputs))
         if self.text:
             given = released.predict(self.text)
