@@ -159,6 +159,16 @@ def test_a_probe_and_a_network_are_not_mistaken_for_each_other(files: Path, caps
     assert "is a run of `pmlf train`" in capsys.readouterr().err
 
 
+def test_the_ledger_of_a_probe_is_shown_query_by_query(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    probing.run_probe(spec(files, steps=2), files / "run")
+    assert main(["account", "--ledger", str(files / "run" / "ledger.jsonl"), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["events"] == run["planned_steps"] == 2
+    assert [(query["name"], query["events"]) for query in run["queries"]] == [("mean", 1), ("second moments", 1)]
+    assert main(["account", "--ledger", str(files / "run" / "ledger.jsonl")]) == 0
+    assert "run, second moments" in capsys.readouterr().out
+
+
 def test_features_and_labels_of_several_lengths_are_refused(files: Path) -> None:
     np.save(files / "fewer.npy", np.zeros(N - 3, dtype=int))
     with pytest.raises(ValueError, match="give one label per record"):

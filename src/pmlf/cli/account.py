@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from pmlf.cli.common import Command
 from pmlf.cli.display import claims_table, facts, trials_table
 from pmlf.experiments.spec import USUAL_DELTA, Budget, shown_default
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds
+    from pmlf.evidence.tally import Query
 
 _NO_GUARANTEE = 20.0  # above, the odds change by a factor of more than 10^8: nothing worth the name is left
 
@@ -93,10 +97,10 @@ class Account(Budget, Command):
                 "planned_steps": t.plan.steps,
                 "seeded": tally.replayable(t),
                 "bands": t.plan.bands,
-                "events": count if t.plan.bands == 1 else tally.parts_of(t)[-1],
-                **({"queries": [query.name for query in t.plan.queries]} if t.plan.queries else {}),
+                "events": tally.parts_of(t)[-1],
+                **({"queries": _queries(t.plan.queries, tally.parts_of(t))} if t.plan.queries else {}),
             }
-            for t, count in tally.trials.items()
+            for t in tally.trials
         ]
         rule = "PLD" if planned else "RDP filter"
         self.show(
@@ -173,6 +177,12 @@ class Account(Budget, Command):
             ),
         )
         return 0
+
+
+def _queries(queries: Sequence[Query], events: Sequence[int]) -> list[dict[str, Any]]:
+    """What a run of a ledger releases before its steps."""
+    pairs = zip(queries, events, strict=False)
+    return [{"name": q.name, **q.event.document(), "planned": q.count, "events": count} for q, count in pairs]
 
 
 def _group_line(records: int | None, epsilon: float, delta: float) -> tuple[str, str]:

@@ -153,14 +153,16 @@ def claims_table(claims: Sequence[Claim]) -> Table:
 
 
 def trials_table(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """One row per run in a ledger."""
+    """One row per run in a ledger, after one for each of its queries."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("run")
     for heading in ("events", "planned", "noise multiplier", "sample rate"):
         table.add_column(heading, justify="right")
     for run in runs:
-        counts = (run["run"], str(run["events"]), str(run["planned_steps"]))
-        table.add_row(*counts, f"{run['noise_multiplier']:.4g}", f"{run['sample_rate']:.4g}")
+        queries = [(f"{run['run']}, {query['name']}", query, query["planned"]) for query in run.get("queries", ())]
+        for name, part, planned in [*queries, (run["run"], run, run["planned_steps"])]:
+            noise, rate = f"{part['noise_multiplier']:.4g}", f"{part['sample_rate']:.4g}"
+            table.add_row(name, str(part["events"]), str(planned), noise, rate)
     return table
 
 

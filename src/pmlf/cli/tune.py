@@ -166,7 +166,6 @@ def _facts(result: TuningResult, plan: TuningPlan, out: Path) -> list[tuple[str,
     }
     found.append(("epsilon", f"{epsilon} {cost[result.mode]}"))
     if result.tuning_epsilon is not None:
-        found.append(
-            ("of the trials", f"{result.tuning_epsilon:.4g} for the {plan.share:g} of the records that they saw")
-        )
+        share = f"{100 * plan.share:g} % of the records"
+        found.append(("of the trials", f"{result.tuning_epsilon:.4g} for the {share} that they saw"))
     return [*found, ("written to", str(out))]
