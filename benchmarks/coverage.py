@@ -6,7 +6,8 @@ The models are those of tests/real_models.py, and of timm, vit-pytorch and x-tra
 model has default settings: its samples are proven independent and watched. Verdicts of `pmlf`: the way by which it is
 right, "layers" or "operations" (both by `gradients="ghost"`), "vmap" or "one-by-one" (where the ways before refuse it);
 "refused" (by all ways), "wrong", "error" (raised what is not a refusal). Of Opacus (hooks): "right", "wrong", "error".
-The clipped sums of one release are compared, at 1e-4. A model that is in the file already is not run again.
+The clipped sums of one release are compared, at 1e-4. A model that is in the file already is not run again; every row
+names the code that it was measured with.
 """
 
 from __future__ import annotations
@@ -191,9 +192,10 @@ def main() -> None:
         except Exception as error:  # a model that does not run here, or not in float64
             table[name] = {"pmlf": "not run", "reason": _said(error)}
         row = table[name]
+        row["code"] = machine.code()
         print(f"{name:32}{row['pmlf']:12}{row.get('opacus', ''):8}{row.get('ghost', '')[:80]}", flush=True)
         if out is not None:
-            found = {"code": machine.code(), "versions": versions(), "counts": counts(table), "models": table}
+            found = {"versions": versions(), "counts": counts(table), "models": table}
             out.write_text(json.dumps(found, indent=1) + "\n")
     print(counts(table))
 

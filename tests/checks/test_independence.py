@@ -302,6 +302,57 @@ def test_losses_that_mix_samples_are_refused_by_the_proof(name: str) -> None:
     assert "test_independence.py, line" in (found.reason or "")
 
 
+def test_similarities_of_all_samples_that_the_loss_does_not_use_are_no_fault() -> None:
+    """As in CLIP, which returns them beside each image's own features."""
+
+    def alone(model: nn.Module, batch: Any) -> Tensor:
+        z = model(batch[0])
+        alike = (z @ z.mT * 2.0).softmax(-1)
+        assert alike.t().shape == (len(z), len(z)) and len(list(alike)) == len(z)
+        return F.cross_entropy(z, batch[1], reduction="none")
+
+    assert finding(small_model(), alone, small_batch()) == PROVEN
+
+
+def _written(z: Tensor, alike: Tensor) -> Tensor:
+    out = torch.zeros_like(z)
+    out[:] = alike.mean(1, keepdim=True)
+    return out
+
+
+def _added(z: Tensor, alike: Tensor) -> Tensor:
+    z += alike.mean(1, keepdim=True)
+    return z
+
+
+def _replaced(z: Tensor, alike: Tensor) -> Tensor:
+    other = z.detach().clone()
+    other.data = alike.mean(1, keepdim=True).expand_as(z)
+    return z + other
+
+
+_HIDDEN_MIXING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "compared": lambda z, alike: torch.where(alike.amax(1, keepdim=True) > 0, z, -z),
+    "numbers that are no numbers left out": lambda z, alike: z + alike.mean(1, keepdim=True).nan_to_num(0.0),
+    "written": _written,
+    "added in place": _added,
+    "put in place of another": _replaced,
+    "read": lambda z, alike: z * (1.0 if float(alike.mean()) > 0 else 2.0),
+    "branched on": lambda z, alike: z if alike.mean() > 0 else 2 * z,
+    "looked up by": lambda z, alike: z * z.new_tensor([1.0, 2.0])[(alike.mean(1) > 0).long()].unsqueeze(1),
+}
+
+
+@pytest.mark.parametrize("name", sorted(_HIDDEN_MIXING))
+def test_similarities_of_all_samples_that_reach_the_loss_in_any_way_are_refused(name: str) -> None:
+    def mixed(model: nn.Module, batch: Any) -> Tensor:
+        z = model(batch[0])
+        return F.cross_entropy(_HIDDEN_MIXING[name](z, z @ z.mT), batch[1], reduction="none")
+
+    found = finding(small_model(), mixed, small_batch())
+    assert not found.proven and found.samples_meet, found
+
+
 class Counted(nn.Module):
     """Mixes from its third call on."""
 

@@ -35,11 +35,13 @@ from pmlf.checks.sharding import (
     Observer,
     SamplesMeet,
     Shards,
+    asks_for_others,
     is_by_sample,
     local,
     on_rows,
     sharded,
 )
+from pmlf.checks.taint import is_tainted
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.losses import per_sample_loss
 from pmlf.engine.passes import LossFunction
@@ -130,7 +132,10 @@ def _prove(
             uses = ShardedUses(leaves, spread, shards, plan.learned)
         seen = _layers_seen(anatomy, plan, shards) if uses is None else uses
         with torch.enable_grad(), swapped(anatomy, replacements), seen:
-            loss = per_sample_loss(loss_fn(model, spread), samples)
+            found = loss_fn(model, spread)
+            if is_tainted(found) and observer.request is not None:
+                raise observer.request.error
+            loss = per_sample_loss(found, samples)
             observer.operation = "the loss"
             if not is_by_sample(loss, samples):
                 raise SamplesMeet("is not one number of each sample")
@@ -240,20 +245,21 @@ def _generators_watched() -> Iterator[None]:
 
 
 def _explained(error: Exception, observer: Observer | None) -> Finding:
-    operation = "" if observer is None else observer.operation
+    """What fails after a request for other samples' data fails because of it."""
+    operation, of_numbers = ("", False) if observer is None else (observer.operation, observer.of_numbers)
     frames = traceback.extract_tb(error.__traceback__)
+    if observer is not None and observer.request is not None:
+        error, operation, of_numbers, frames = observer.request
     users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, contextlib.__file__))]
     where = f" ({Path(users[-1].filename).name}, line {users[-1].lineno}: {users[-1].line})" if users else ""
-    asks = any(Path(frame.filename).name in ("_functional_collectives.py", "_redistribute.py") for frame in frames)
     if isinstance(error, SamplesMeet):
         return Finding(samples_meet=True, reason=f"{operation} {error}{where}")
     if isinstance(error, Unknown):
         return Finding(reason=f"{error}{where}")
-    if asks:
+    if asks_for_others(error):
         name = operation.removeprefix("aten.").split(".")[0]
         # tokens sorted by their experts' numbers may all come back to their samples: marks and the watch look at it
-        sorts = name in ("sort", "argsort") and observer is not None and observer.of_numbers
-        layout = name in _LAYOUTS or sorts
+        layout = name in _LAYOUTS or (name in ("sort", "argsort") and of_numbers)
         hint = _ROWS_BY_NUMBER if name.startswith(("index", "gather", "scatter")) else ""
         return Finding(samples_meet=not layout, reason=f"{operation} needs the data of several samples{where}{hint}")
     return Finding(reason=f"{operation} has no rule ({type(error).__name__}){where}")

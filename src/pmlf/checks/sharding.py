@@ -7,9 +7,11 @@ devices for data (`torch.distributed.tensor`). Here no other device exists: an o
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -24,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pmlf.checks.draws import ConstantDraws, Unknown, plain_formulas
 from pmlf.checks.rewrites import REWRITES
+from pmlf.checks.taint import is_tainted, shape_alone
 from pmlf.engine.operations.layouts import Order
 
 aten = torch.ops.aten
@@ -112,6 +115,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+class Request(NamedTuple):
+    """For the data of other samples: what came of it, the operation, whether of integers alone, and from where."""
+
+    error: Exception
+    operation: str
+    of_numbers: bool
+    frames: traceback.StackSummary
+
+
 class Observer(ConstantDraws):
     """Sees every operation, and refuses those that read other samples' values into Python.
 
@@ -123,6 +135,7 @@ class Observer(ConstantDraws):
         super().__init__()
         self.operation = ""
         self.of_numbers = False  # whether it is given integers alone: places, not values
+        self.request: Request | None = None  # for the data of other samples, the first one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operation = str(func).removesuffix(".default")
@@ -133,6 +146,11 @@ class Observer(ConstantDraws):
             self._refuse_read(tree_leaves((args, kwargs)))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def requested(self, error: Exception) -> None:
+        """An operation has failed because it asks for the data of other samples."""
+        if self.request is None:
+            self.request = Request(error, self.operation, self.of_numbers, traceback.extract_stack())
+
     def _refuse_read(self, values: list[Any]) -> None:
         if any(isinstance(value, DTensor) and value.placements != (Replicate(),) for value in values):
             raise SamplesMeet("reads values of all samples into Python")
@@ -141,14 +159,32 @@ class Observer(ConstantDraws):
 
 
 class _Rewriter(TorchFunctionMode):
-    """Writes operations without a sharding rule as others that have one."""
+    """Writes operations without a sharding rule as others that have one. The result of an operation that asks for
+    other samples' data is tainted."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _UNSEEN_READS and any(isinstance(value, DTensor) for value in tree_leaves((args, kwargs))):
             raise SamplesMeet(f"{func.__name__} shows a sample's values to Python")
-        rewrite = REWRITES.get(func)
-        return (rewrite or func)(*args, **kwargs)
+        if self._observer.request is not None and is_tainted((args, kwargs)):
+            return shape_alone(func, args, kwargs)
+        try:
+            return (REWRITES.get(func) or func)(*args, **kwargs)
+        except Exception as error:
+            if not asks_for_others(error):
+                raise
+            self._observer.requested(error)
+            return shape_alone(func, args, kwargs)
+
+
+def asks_for_others(error: Exception) -> bool:
+    """Whether an error comes from a request for another device's data."""
+    files = {Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)}
+    return not files.isdisjoint(("_functional_collectives.py", "_redistribute.py"))
 
 
 @contextmanager
@@ -162,7 +198,7 @@ def sharded(samples: int, rank: int, device: torch.device) -> Iterator[tuple[Sha
         stack.enter_context(implicit_replication())
         stack.enter_context(plain_formulas())
         observer = stack.enter_context(Observer())
-        stack.enter_context(_Rewriter())
+        stack.enter_context(_Rewriter(observer))
         yield Shards(device, samples, rank), observer
 
 
