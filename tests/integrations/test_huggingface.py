@@ -122,7 +122,7 @@ def test_a_training_that_runs_out_of_memory_does_not_start_again_with_a_new_budg
 
 
 def test_the_training_records_are_refused_for_evaluation(tmp_path: Path) -> None:
-    rows = records()
+    rows: Any = records()
     given: dict[str, Any] = {"privacy": PrivacyArguments(**PRIVACY), "train_dataset": rows}
     for evaluated in (rows, {"train": rows, "test": records(8)}):
         with pytest.raises(ValueError, match="without noise: give other records"):
