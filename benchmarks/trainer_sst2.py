@@ -112,6 +112,7 @@ class Record(TrainerCallback):
             **compared("average", averaged["eval_accuracy"], recorded(run.steps_done, "ema_accuracy")),
         }
         earlier = [each for each in self._before["evaluations"] if each["step"] < run.steps_done]
+        self._before["evaluations"] = [*earlier, evaluation]
         document = {
             "torch": torch.__version__,
             "records": run.planned_epochs.records,
@@ -119,7 +120,7 @@ class Record(TrainerCallback):
             "noise_multiplier": run.private_step.settings.noise_multiplier,
             "recipe_noise_multiplier": json.loads(RECIPE.read_text())["noise_multiplier"],
             "processor_minutes": self._before["processor_minutes"] + time.process_time() / 60,
-            "evaluations": [*earlier, evaluation],
+            "evaluations": self._before["evaluations"],
         }
         self._out.write_text(json.dumps(document, indent=2) + "\n")
 
