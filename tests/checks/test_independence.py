@@ -331,6 +331,21 @@ def _replaced(z: Tensor, alike: Tensor) -> Tensor:
     return z + other
 
 
+_KEPT: list[Tensor] = []
+
+
+def _kept(z: Tensor, alike: Tensor) -> Tensor:
+    _KEPT[:] = [alike.mean(1, keepdim=True)]
+    return z
+
+
+def _caught(z: Tensor, alike: Tensor) -> Tensor:
+    try:
+        return z * (2.0 if float(alike.mean()) > 1e6 else 1.0)  # at a loss that no sample of the proof has
+    except Exception:
+        return z
+
+
 _HIDDEN_MIXING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "compared": lambda z, alike: torch.where(alike.amax(1, keepdim=True) > 0, z, -z),
     "numbers that are no numbers left out": lambda z, alike: z + alike.mean(1, keepdim=True).nan_to_num(0.0),
@@ -339,6 +354,8 @@ _HIDDEN_MIXING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "put in place of another": _replaced,
     "read": lambda z, alike: z * (1.0 if float(alike.mean()) > 0 else 2.0),
     "branched on": lambda z, alike: z if alike.mean() > 0 else 2 * z,
+    "kept for the next batch": _kept,
+    "read, with a way out for what a proof raises": _caught,
     "looked up by": lambda z, alike: z * z.new_tensor([1.0, 2.0])[(alike.mean(1) > 0).long()].unsqueeze(1),
 }
 

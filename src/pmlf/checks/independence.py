@@ -133,8 +133,11 @@ def _prove(
         seen = _layers_seen(anatomy, plan, shards) if uses is None else uses
         with torch.enable_grad(), swapped(anatomy, replacements), seen:
             found = loss_fn(model, spread)
+            if observer.refusal is not None:
+                raise observer.refusal
             if is_tainted(found) and observer.request is not None:
                 raise observer.request.error
+            observer.refuse_kept()
             loss = per_sample_loss(found, samples)
             observer.operation = "the loss"
             if not is_by_sample(loss, samples):
@@ -247,8 +250,9 @@ def _generators_watched() -> Iterator[None]:
 def _explained(error: Exception, observer: Observer | None) -> Finding:
     """What fails after a request for other samples' data fails because of it."""
     operation, of_numbers = ("", False) if observer is None else (observer.operation, observer.of_numbers)
-    frames = traceback.extract_tb(error.__traceback__)
+    frames, asks = traceback.extract_tb(error.__traceback__), asks_for_others(error)
     if observer is not None and observer.request is not None:
+        asks = True
         error, operation, of_numbers, frames = observer.request
     users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, contextlib.__file__))]
     where = f" ({Path(users[-1].filename).name}, line {users[-1].lineno}: {users[-1].line})" if users else ""
@@ -256,7 +260,7 @@ def _explained(error: Exception, observer: Observer | None) -> Finding:
         return Finding(samples_meet=True, reason=f"{operation} {error}{where}")
     if isinstance(error, Unknown):
         return Finding(reason=f"{error}{where}")
-    if asks_for_others(error):
+    if asks:
         name = operation.removeprefix("aten.").split(".")[0]
         # tokens sorted by their experts' numbers may all come back to their samples: marks and the watch look at it
         layout = name in _LAYOUTS or (name in ("sort", "argsort") and of_numbers)

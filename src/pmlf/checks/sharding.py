@@ -6,8 +6,10 @@ devices for data (`torch.distributed.tensor`). Here no other device exists: an o
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pmlf.checks.draws import ConstantDraws, Unknown, plain_formulas
 from pmlf.checks.rewrites import REWRITES
-from pmlf.checks.taint import is_tainted, shape_alone
+from pmlf.checks.taint import TaintUsed, is_tainted, shape_alone
 from pmlf.engine.operations.layouts import Order
 
 aten = torch.ops.aten
@@ -136,6 +138,8 @@ class Observer(ConstantDraws):
         self.operation = ""
         self.of_numbers = False  # whether it is given integers alone: places, not values
         self.request: Request | None = None  # for the data of other samples, the first one
+        self.tainted: list[weakref.ref[Tensor]] = []  # results that need several samples
+        self.refusal: Exception | None = None  # the last one; a model that catches it is refused all the same
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operation = str(func).removesuffix(".default")
@@ -149,7 +153,15 @@ class Observer(ConstantDraws):
     def requested(self, error: Exception) -> None:
         """An operation has failed because it asks for the data of other samples."""
         if self.request is None:
-            self.request = Request(error, self.operation, self.of_numbers, traceback.extract_stack())
+            kept = error.with_traceback(None)  # which would keep all that the frames in it know
+            self.request = Request(kept, self.operation, self.of_numbers, traceback.extract_stack())
+
+    def refuse_kept(self) -> None:
+        """Raise if the model, or something that it knows, keeps what needs several samples for a later pass."""
+        if any(kept() is not None for kept in self.tainted):
+            gc.collect()  # what is left of cycles is not kept
+        if any(kept() is not None for kept in self.tainted):
+            raise TaintUsed("what needs the data of several samples is kept for later")
 
     def _refuse_read(self, values: list[Any]) -> None:
         if any(isinstance(value, DTensor) and value.placements != (Replicate(),) for value in values):
@@ -167,18 +179,29 @@ class _Rewriter(TorchFunctionMode):
         self._observer = observer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._run(func, args, kwargs or {})
+        except (SamplesMeet, TaintUsed, Unknown) as error:
+            self._observer.refusal = error
+            raise
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _UNSEEN_READS and any(isinstance(value, DTensor) for value in tree_leaves((args, kwargs))):
             raise SamplesMeet(f"{func.__name__} shows a sample's values to Python")
         if self._observer.request is not None and is_tainted((args, kwargs)):
-            return shape_alone(func, args, kwargs)
+            return self._tainted(func, args, kwargs)
         try:
             return (REWRITES.get(func) or func)(*args, **kwargs)
         except Exception as error:
             if not asks_for_others(error):
                 raise
             self._observer.requested(error)
-            return shape_alone(func, args, kwargs)
+            return self._tainted(func, args, kwargs)
+
+    def _tainted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        found = shape_alone(func, args, kwargs)
+        self._observer.tainted += [weakref.ref(value) for value in tree_leaves(found) if isinstance(value, Tensor)]
+        return found
 
 
 def asks_for_others(error: Exception) -> bool:
