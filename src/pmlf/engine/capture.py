@@ -9,7 +9,6 @@ parameters rewritten from the data; an input changed in place after a layer used
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from pmlf.engine.half_precision import without_autocast
 from pmlf.engine.layers import Call, Contribution
 from pmlf.engine.losses import no_autocast_cache, per_sample_loss
+from pmlf.engine.marks import all_marks
 from pmlf.engine.passes import Pass
 from pmlf.engine.plan import Plan
 from pmlf.engine.questions import Questions
@@ -31,8 +31,8 @@ def capture(one: Pass) -> Iterator[tuple[str, Contribution]]:
     """The per-sample gradients that a pass asks for, as (parameter, contribution) pairs.
 
     Of a single sample where the plan takes them one by one. Rows of layers that are proven to be the samples' own, in
-    order, are taken as they are. Other rows are verified: a second backward pass scales each sample's loss by a mark of
-    its own, and its rows must scale with it.
+    order, are taken as they are. Other rows are verified: further backward passes scale each sample's loss by marks of
+    its own, and its rows must scale with them.
     """
     calls, of_bare = _passed(one)
     while calls:  # what a layer has served for is let go before the next one
@@ -87,13 +87,12 @@ def _passed(one: Pass) -> tuple[deque[tuple[Seen, Tensor | None]], dict[str, Ten
             loss, wanted, torch.full_like(loss, one.weight), allow_unused=True, retain_graph=marking
         )
         if marking:
-            marks = _marks(loss)
             names = [seen.described for seen in recorder.seen]
-            for name, grad, marked in zip(
-                names, grads, torch.autograd.grad(loss, wanted, one.weight * marks, allow_unused=True), strict=True
-            ):
-                refuse_rows_of_others(name, grad, marked, marks, questions)
-            del grad, marked
+            for marks in all_marks(loss):
+                scaled = torch.autograd.grad(loss, wanted, one.weight * marks, allow_unused=True, retain_graph=True)
+                for name, grad, marked in zip(names, grads, scaled, strict=True):
+                    refuse_rows_of_others(name, grad, marked, marks, questions)
+            del grad, marked, scaled
     del loss, wanted
     swap.written += [name for name, parameter, version in versions if parameter._version != version]
     swap.refuse_written(questions)
@@ -104,13 +103,6 @@ def _passed(one: Pass) -> tuple[deque[tuple[Seen, Tensor | None]], dict[str, Ten
     of_bare: dict[str, Tensor | None] = dict(zip(bare, grads[len(recorder.seen) :], strict=True))
     calls: deque[tuple[Seen, Tensor | None]] = deque(zip(recorder.seen, grads[: len(recorder.seen)], strict=True))
     return calls, of_bare
-
-
-def _marks(loss: Tensor) -> Tensor:
-    """A power of two for every sample, drawn anew each time: scaling by it rounds nothing, and two samples' are alike
-    once in 24 times."""
-    drawn = torch.tensor(list(os.urandom(len(loss))), dtype=torch.float64)
-    return (0.5 ** (drawn % 24)).to(loss)
 
 
 def _leaf(plan: Plan, name: str, value: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from pmlf.engine.plan import Plan
 from pmlf.engine.questions import Questions
 
 LossFunction = Callable[[Any, Any], Any]
-# How the rows of a layer are known to be the samples' own: by proof, or by marks in a second backward pass.
+# How the rows of a layer are known to be the samples' own: by proof, or by marks in further backward passes.
 Rows = Literal["their own", "marked"]
 
 

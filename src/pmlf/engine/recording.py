@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.arithmetic import full_precision
 from pmlf.engine.layers import Statistics, UnsupportedModel
+from pmlf.engine.marks import alike
 from pmlf.engine.plan import Plan, Watched
 from pmlf.engine.questions import Questions
 
@@ -120,10 +121,7 @@ def refuse_rows_of_others(
         return
     each = grad.shape[0] // len(marks) if grad.shape[0] % len(marks) == 0 else 1
     rows, scaled = (full_precision(tensor).reshape(each * len(marks), -1) for tensor in (grad, marked))
-    wanted = rows * marks.to(rows).repeat_interleave(each).unsqueeze(1)
-    distance, lengths = (torch.linalg.vector_norm(each, dim=1) for each in (scaled - wanted, wanted))
-    smallest = 1e-6 * torch.where(lengths.isfinite(), lengths, 0.0).max()
-    wrong = ((distance > 1e-2 * lengths + smallest) & distance.isfinite()).any()
+    wrong = ~alike(scaled, rows, marks.repeat_interleave(each), 1e-2).all()
 
     def refuse() -> None:
         raise UnsupportedModel(

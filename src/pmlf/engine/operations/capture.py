@@ -15,16 +15,8 @@ from pmlf.basics.batches import tensors_of
 from pmlf.engine.half_precision import without_autocast
 from pmlf.engine.layers import Contribution, UnsupportedModel
 from pmlf.engine.losses import no_autocast_cache, per_sample_loss
-from pmlf.engine.operations.layouts import (
-    Layout,
-    Learned,
-    digit_marks,
-    digits_for,
-    fits,
-    laid_out,
-    picked,
-    random_marks,
-)
+from pmlf.engine.marks import all_marks
+from pmlf.engine.operations.layouts import Layout, Learned, fits, laid_out, picked
 from pmlf.engine.operations.rewritten import REWRITTEN, in_place
 from pmlf.engine.operations.rules import RULES, by_autograd
 from pmlf.engine.operations.uses import Use, Uses, functions_entered
@@ -138,63 +130,43 @@ def _found(
     learned: Learned,
 ) -> tuple[list[Layout | None], int | None]:
     """The layout of every use by marks; None where all gradients are zero. And a table that is shared, if there is."""
-    marks = random_marks(loss)
-    edges = [use.edge for use in uses]
-    marked = torch.autograd.grad(loss, edges, weight * marks, allow_unused=True, retain_graph=True)
+    marks, edges = all_marks(loss), [use.edge for use in uses]
+    passes = [torch.autograd.grad(loss, edges, weight * own, allow_unused=True, retain_graph=True) for own in marks]
     layouts: list[Layout | None] = [None] * len(uses)
     open_questions: list[int] = []
-    pairs = {
-        number: (grad.reshape(use.shape), scaled.reshape(use.shape))
-        for number, (use, grad, scaled) in enumerate(zip(uses, grads, marked, strict=False))
-        if grad is not None and scaled is not None
-    }
-    flags = [each for n, (grad, scaled) in pairs.items() for each in (grad.any(), fits(grad, scaled, marks, known[n]))]
+    pairs: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    for number, (use, grad, *scaled) in enumerate(zip(uses, grads, *passes, strict=False)):
+        marked = [each.reshape(use.shape) for each in scaled if each is not None]
+        if grad is not None and marked:
+            pairs[number] = grad.reshape(use.shape), marked
+    flags = [each for n, (grad, marked) in pairs.items() for each in (grad.any(), fits(grad, marked, marks, known[n]))]
     answers = iter(torch.stack(flags).tolist() if flags else [])  # one read, for all uses
-    for number, (grad, scaled) in pairs.items():
+    for number, (grad, marked) in pairs.items():
         there, fitting = next(answers), next(answers)
         if not there:
             continue
-        layout = known[number] if fitting else laid_out(grad, scaled, marks)
+        layout = known[number] if fitting else laid_out(grad, marked, marks)
         layouts[number] = layout
         if layout is None:
             open_questions.append(number)
         else:
             learned.layouts[uses[number].key] = layout
-    if open_questions:
-        chance = next((uses[number].key.question for number in open_questions if uses[number].presumed), None)
-        if chance is not None:
-            return layouts, chance
-        _name_owners(loss, weight, uses, grads, layouts, open_questions)
-    return layouts, None
+    chance = next((uses[number].key.question for number in open_questions if uses[number].presumed), None)
+    if chance is None:
+        for number in open_questions:
+            layouts[number] = _owners_named(uses[number], *pairs[number], len(loss))
+    return layouts, chance
 
 
-def _name_owners(
-    loss: Tensor,
-    weight: float,
-    uses: list[Use],
-    grads: tuple[Tensor | None, ...],
-    layouts: list[Layout | None],
-    numbers: list[int],
-) -> None:
-    """Rows that were picked: as many passes as the samples' numbers have digits."""
-    edges = [uses[number].edge for number in numbers]
-    passes = [
-        torch.autograd.grad(loss, edges, weight * digit_marks(loss, digit), allow_unused=True, retain_graph=True)
-        for digit in range(digits_for(len(loss)))
-    ]
-    for place, number in enumerate(numbers):
-        use, grad = uses[number], grads[number]
-        scaled = [each[place] for each in passes]
-        assert grad is not None
-        layout = picked(
-            grad.reshape(use.shape), [each.reshape(use.shape) for each in scaled if each is not None], len(loss)
+def _owners_named(use: Use, grad: Tensor, marked: list[Tensor], samples: int) -> Layout:
+    """The layout of rows that were picked."""
+    layout = picked(grad, marked, samples)
+    if layout is None:
+        raise UnsupportedModel(
+            f"the rows of {use.key.operation} of {use.key.weights[0]!r} are not the samples' own: keep all of a "
+            "sample along one axis, and compute nothing across samples"
         )
-        if layout is None:
-            raise UnsupportedModel(
-                f"the rows of {use.key.operation} of {use.key.weights[0]!r} are not the samples' own: keep all of a "
-                "sample along one axis, and compute nothing across samples"
-            )
-        layouts[number] = layout
+    return layout
 
 
 def _refuse_leaks(leaves: Mapping[str, Tensor], grads: tuple[Tensor | None, ...]) -> None:

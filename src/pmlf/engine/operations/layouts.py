@@ -1,12 +1,11 @@
-"""Which sample each row of a use's output belongs to, found by marks in a second backward pass and never guessed.
+"""Which sample each row of a use's output belongs to, found by marks in further backward passes and never guessed.
 
-The loss of every sample is scaled by a power of two of its own. Scaling by it rounds nothing, so a row of a gradient
-that belongs to one sample is scaled by exactly that sample's mark. A row that is scaled by anything else mixes samples.
+A row that is scaled by anything else than its sample's marks mixes samples.
 """
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -14,12 +13,10 @@ import torch
 from torch import Tensor
 
 from pmlf.engine.arithmetic import full_precision
+from pmlf.engine.marks import DIGIT, alike
 
 Order = Literal["major", "minor", "picked"]
-_DISTINCT = 24  # powers of two that float32 has room for
-DIGIT = 16  # powers of two of one pass that names the owners of picked rows
 _ALLOWED = 1e-3  # of a row's length
-_NOISE = 1e-6  # of the longest row: what cancels leaves rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,31 +59,9 @@ class Layout:
         return (owners == sample).view(-1, *[1] * (like.ndim - 1 - self.axis))
 
 
-def random_marks(loss: Tensor) -> Tensor:
-    """A power of two for every sample, drawn anew: all different where there are few samples."""
-    samples = len(loss)
-    drawn = torch.tensor(list(os.urandom(2 * max(samples, _DISTINCT))), dtype=torch.float64)
-    exponents = drawn[:_DISTINCT].argsort()[:samples] if samples <= _DISTINCT else drawn[:samples] % _DISTINCT
-    return (0.5 ** exponents.double()).to(loss)
-
-
-def digit_marks(loss: Tensor, digit: int) -> Tensor:
-    """Powers of two that are one digit of every sample's number."""
-    numbers = torch.arange(len(loss), device=loss.device)
-    return (0.5 ** ((numbers // DIGIT**digit) % DIGIT).double()).to(loss)
-
-
-def digits_for(samples: int) -> int:
-    """How many passes name the owner of any row."""
-    digits = 1
-    while DIGIT**digits < samples:
-        digits += 1
-    return digits
-
-
-def laid_out(grad: Tensor, marked: Tensor, marks: Tensor) -> Layout | None:
-    """The layout by which every row scales with its sample's mark; None where there is none."""
-    samples, candidates = len(marks), list[Layout]()
+def laid_out(grad: Tensor, marked: Sequence[Tensor], marks: Sequence[Tensor]) -> Layout | None:
+    """The layout by which every row scales with its sample's marks; None where there is none."""
+    samples, candidates = len(marks[0]), list[Layout]()
     for axis, size in enumerate(grad.shape):
         if size % samples == 0 and size:
             candidates += [Layout(axis=axis, samples=samples)]
@@ -94,44 +69,42 @@ def laid_out(grad: Tensor, marked: Tensor, marks: Tensor) -> Layout | None:
     return next((layout for layout in candidates if bool(fits(grad, marked, marks, layout))), None)
 
 
-def fits(grad: Tensor, marked: Tensor, marks: Tensor, layout: Layout | None) -> Tensor:
-    """Whether every row scales with the mark of the sample that it has by this layout, as a flag on its device."""
-    if layout is None or layout.order == "picked" or layout.axis >= grad.ndim or grad.shape[layout.axis] % len(marks):
+def fits(grad: Tensor, marked: Sequence[Tensor], marks: Sequence[Tensor], layout: Layout | None) -> Tensor:
+    """Whether every row scales with the marks of the sample that it has by this layout, as a flag on its device."""
+    samples = len(marks[0])
+    if layout is None or layout.order == "picked" or layout.axis >= grad.ndim or grad.shape[layout.axis] % samples:
         return torch.zeros((), dtype=torch.bool, device=grad.device)
-    rows, scaled = (layout.by_sample(full_precision(each)) for each in (grad, marked))
-    rows, scaled = (each.reshape(*each.shape[:2], -1) for each in (rows, scaled))
-    wanted = rows * marks.to(rows).view(-1, 1, 1)
-    return _alike(scaled.flatten(0, 1), wanted.flatten(0, 1)).all()
+
+    def flat(tensor: Tensor) -> Tensor:
+        return layout.by_sample(tensor).flatten(0, 1).unsqueeze(-1).flatten(1)
+
+    rows, each = flat(full_precision(grad)), grad.shape[layout.axis] // samples
+    fitting = [
+        alike(flat(scaled), rows, own.repeat_interleave(each), _ALLOWED).all()
+        for scaled, own in zip(marked, marks, strict=True)
+    ]
+    return torch.stack(fitting).all()
 
 
-def _alike(some: Tensor, wanted: Tensor) -> Tensor:
-    """Row by row but for rounding; rows that are not finite tell nothing and add nothing."""
-    distance, lengths = (torch.linalg.vector_norm(each, dim=1) for each in (some - wanted, wanted))
-    smallest = _NOISE * torch.where(lengths.isfinite(), lengths, 0.0).max() if len(lengths) else 0.0
-    return (distance <= _ALLOWED * lengths + smallest) | ~distance.isfinite()
-
-
-def picked(grad: Tensor, marked: list[Tensor], samples: int) -> Layout | None:
+def picked(grad: Tensor, marked: Sequence[Tensor], samples: int) -> Layout | None:
     """The owner of every row along some axis, by the digits of its number; None where rows mix samples."""
     for axis in range(grad.ndim):
         rows = full_precision(grad).movedim(axis, 0)
         rows = rows.reshape(len(rows), -1)
         lengths = torch.linalg.vector_norm(rows, dim=1)
         owners = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-        fits = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+        fitting = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
         nobody = (lengths == 0.0) | ~lengths.isfinite()
         for digit, scaled in enumerate(marked):
             there = full_precision(scaled).movedim(axis, 0).reshape(rows.shape)
             ratio = torch.linalg.vector_norm(there, dim=1) / lengths
-            found = (-ratio.log2()).round().nan_to_num(0.0, 0.0, 0.0).clamp(0, DIGIT - 1)
-            wanted = rows * (0.5**found).to(rows).unsqueeze(1)
-            fits &= _alike(there, wanted)
+            found = (-ratio.log2() - 1.0).round().nan_to_num(0.0, 0.0, 0.0).clamp(0, DIGIT - 1)
+            mark = 0.5 ** (1.0 + found)
+            fitting &= alike(there, rows, mark, _ALLOWED)
             # rounding of rows that cancel is nobody's: to give it to somebody would be a guess
-            nobody |= torch.linalg.vector_norm(there - wanted, dim=1) > _ALLOWED * torch.linalg.vector_norm(
-                wanted, dim=1
-            )
+            nobody |= torch.linalg.vector_norm(there - rows * mark.unsqueeze(1), dim=1) > _ALLOWED * lengths * mark
             owners += found.long() * DIGIT**digit
-        if bool(fits.all()) and bool(((owners < samples) | nobody).all()):
+        if bool(fitting.all()) and bool(((owners < samples) | nobody).all()):
             return Layout(axis=axis, samples=samples, order="picked", owners=owners.masked_fill(nobody, -1))
     return None
 
