@@ -50,9 +50,10 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "whitening 0": {"whitening": 0.0},
     "clip norm 1": {"clip_norm": 1.0},
     "no filter": {"low_pass": LowPass()},
-    "patches alone": {"kept": ("patches",)},
-    "patches and half-size patches": {"kept": ("patches", "half-size patches")},
-    "patches and colours": {"kept": ("patches", "colours")},
+    "without scattering": {"kept": ("patches", "half-size patches", "colours")},
+    "scattering alone": {"kept": ("scattering",)},
+    "without patches": {"kept": ("half-size patches", "colours", "scattering")},
+    "without colours": {"kept": ("patches", "half-size patches", "scattering")},
 }
 
 Row = dict[str, Any]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from scipy.ndimage import fourier_shift
 from scipy.signal import convolve2d
 
 from pmlf.priors import ScatteringSpec
@@ -36,29 +37,45 @@ def convolved(image: NDArray[np.float64], kernel: NDArray[np.complex128]) -> NDA
     return np.abs(convolve2d(wrapped, kernel, mode="valid"))
 
 
-def averaged(image: NDArray[np.float64], side: int, step: int) -> NDArray[np.float64]:
-    """Averages around the centres of 7 x 7 cells of a padded image, by every `step`-th place."""
-    places = np.arange(0, len(image), step)
+def averaged(image: NDArray[np.float64], side: int, step: int, first: float = 0.0) -> NDArray[np.float64]:
+    """Averages around the centres of 7 x 7 cells of a padded image, by every `step`-th sample from `first` on."""
+    places = first + np.arange(0, len(image), step)
     centres = 4 * np.arange(side // 4) + 1.5 + 4
     weights = np.exp(-((places - centres[:, None]) ** 2) / (2 * 1.6**2))
     weights /= weights.sum(1, keepdims=True)
     return weights @ image[::step, ::step] @ weights.T
 
 
-@pytest.mark.slow
-def test_scattering_equals_its_definition() -> None:
-    image = np.random.default_rng(0).uniform(0, 255, (28, 28))
+def scattered(image: NDArray[np.float64], first: float) -> NDArray[np.float64]:
+    """Scattering of an image of side 28. Its second order is sampled at every second place from `first` on."""
     padded = np.pad(image, 4, mode="reflect")
     turns = [np.pi * number / ANGLES for number in range(ANGLES)]
     banks = [[wavelet(36, scale, turn) for turn in turns] for scale in (0, 1)]
     fine, coarse = ([convolved(padded, kernel) for kernel in bank] for bank in banks)
-    first = [averaged(each, 28, 1) for each in [padded, *fine, *coarse]]
-    second = [averaged(convolved(each, kernel), 28, 2) for each in fine for kernel in banks[1]]
-    expected = np.stack([each.ravel() for each in first + second])
+    moved = [np.fft.ifft2(fourier_shift(np.fft.fft2(each), -first)).real for each in fine]
+    levels = [averaged(each, 28, 1) for each in [padded, *fine, *coarse]]
+    second = [averaged(convolved(each, kernel), 28, 2, first) for each in moved for kernel in banks[1]]
+    return np.stack([each.ravel() for each in levels + second])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mirrors", [False, True])
+def test_scattering_equals_its_definition(mirrors: bool) -> None:
+    image = np.random.default_rng(0).uniform(0, 255, (28, 28))
+    expected = (scattered(image, 0.5) + scattered(image[:, ::-1], 0.5)) / 2 if mirrors else scattered(image, 0.0)
     spec, images = ScatteringSpec(name="scattering", weight=1.0, angles=ANGLES), torch.zeros(1, 1, 28, 28)
-    table = ScatteringTable.make(spec, images, mirrors=False, generator=torch.Generator())
+    table = ScatteringTable.make(spec, images, mirrors=mirrors, generator=torch.Generator())
     found = table(torch.from_numpy(image[None].astype(np.float32)))
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("side", "channels"), [(28, 1), (29, 3), (32, 3)])
+def test_an_image_and_its_mirror_image_have_the_same_scattering(side: int, channels: int) -> None:
+    spec, generator = ScatteringSpec(name="scattering", weight=1.0), torch.Generator().manual_seed(0)
+    image = 255 * torch.rand(channels, side, side, generator=generator)
+    table = ScatteringTable.make(spec, image[None], mirrors=True, generator=generator)
+    torch.testing.assert_close(table(image), table(image.flip(-1)), rtol=1e-4, atol=1e-3)
+    assert not torch.allclose(table(image), table(image.flip(-2)), rtol=1e-2, atol=1.0)
 
 
 @pytest.mark.parametrize(("side", "grid"), [(28, 7), (29, 7), (64, 8)])

@@ -24,7 +24,7 @@ from pmlf.priors.scattering import ScatteringSpec, ScatteringTable
 from pmlf.priors.synthetic import LARGEST_SIDE, SMALLEST_SIDE, synthetic_images
 from pmlf.priors.whitening import Whitening
 
-VERSION = 1  # part of every cache key: increase it if the same spec gives other features
+VERSION = 2  # part of every cache key: increase it if the same spec gives other features
 LARGEST_WORKING_SIDE = 64  # larger images are shrunk to it first
 
 BlockSpec = PatchSpec | ColourSpec | ScatteringSpec
