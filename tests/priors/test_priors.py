@@ -220,7 +220,7 @@ def test_a_block_with_directions_without_variance_can_be_trained_on() -> None:
 @pytest.mark.parametrize(
     ("channels", "mirrors", "names"),
     [
-        (3, True, ["patches", "half-size patches", "colours"]),
+        (3, True, ["patches", "half-size patches", "colours", "scattering"]),
         (1, True, ["patches", "half-size patches"]),
         (1, False, ["scattering"]),
     ],

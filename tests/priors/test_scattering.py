@@ -86,3 +86,14 @@ def test_a_flat_image_has_its_own_level_and_no_oscillation(side: int, grid: int)
     assert found.shape == (1 + 2 * 8 + 8**2, grid**2)
     torch.testing.assert_close(found[0], torch.full_like(found[0], 100.0))
     assert float(found[1:].max()) < 1e-3
+
+
+def test_a_colour_image_is_scattered_by_luma_and_chroma() -> None:
+    spec, generator = ScatteringSpec(name="scattering", weight=1.0), torch.Generator().manual_seed(0)
+    image = 255 * torch.rand(3, 28, 28, generator=generator)
+    red, green, blue = image
+    luma = 0.299 * red + 0.587 * green + 0.114 * blue
+    planes = [luma, 128 + (blue - luma) / (2 - 2 * 0.114), 128 + (red - luma) / (2 - 2 * 0.299)]
+    table = ScatteringTable.make(spec, image[None], mirrors=True, generator=generator)
+    grey = torch.cat([table(plane[None]) for plane in planes])
+    torch.testing.assert_close(table(image), grey, rtol=1e-3, atol=1e-2)

@@ -36,9 +36,10 @@ _TABLES: Mapping[type[BlockSpec], type[BlockTable]] = {
 }
 
 COLOUR_BLOCKS: tuple[BlockSpec, ...] = (
-    PatchSpec(name="patches", weight=0.65, filters=256),
-    PatchSpec(name="half-size patches", weight=0.20, shrink=2, filters=128, grid=2),
-    ColourSpec(name="colours", weight=0.15),
+    PatchSpec(name="patches", weight=0.34, filters=256),
+    PatchSpec(name="half-size patches", weight=0.13, shrink=2, filters=128, grid=2),
+    ColourSpec(name="colours", weight=0.13),
+    ScatteringSpec(name="scattering", weight=0.40),
 )
 GREY_BLOCKS: tuple[BlockSpec, ...] = (
     PatchSpec(name="patches", weight=0.75, filters=256),
@@ -57,8 +58,8 @@ class PriorSpec:
         mirrors: Whether a mirrored image keeps its class. Features are then the same for an image and its mirror.
         seed: The seed of everything random: synthetic images and dictionaries.
         images: The number of synthetic images.
-        blocks: The kinds of features; None takes the standard ones: patches and colours for colour images, patches for
-            grey images with mirrors, scattering for grey images without, such as digits.
+        blocks: The kinds of features; None takes the standard ones: patches, colours and scattering for colour images,
+            patches for grey images with mirrors, scattering for grey images without, such as digits.
     """
 
     image_size: int

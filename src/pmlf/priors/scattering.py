@@ -20,6 +20,10 @@ _MARGIN = _CELL  # pixels of reflection on each side, so that opposite sides of 
 _WIDTH = 0.8  # of a wavelet's envelope at the finest scale, in pixels
 _BETWEEN = 0.5  # pixels: every second place from here on is the same set from both sides of an image
 _FREQUENCY = 0.75 * math.pi  # of a wavelet at the finest scale, in radians per pixel
+_LUMA_AND_CHROMA = torch.tensor(  # of JPEG: brightness, and how blue and how red a pixel is for its brightness
+    [[0.299, 0.587, 0.114], [-0.168736, -0.331264, 0.5], [0.5, -0.418688, -0.081312]]
+)
+_MIDDLE = torch.tensor([0.0, 128.0, 128.0])  # of chroma, so that no value is negative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,10 @@ class ScatteringSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ScatteringTable:
-    """Local averages of x, |x * psi_1|, |x * psi_2| and ||x * psi_1| * psi_2|, for wavelets psi of all directions."""
+    """Local averages of x, |x * psi_1|, |x * psi_2| and ||x * psi_1| * psi_2|, for wavelets psi of all directions.
+
+    x is the brightness of a grey image, and the luma and the two chromas of a colour image.
+    """
 
     spec: ScatteringSpec
     wavelets: Tensor  # (2, angles, P, P): Fourier transforms at both scales, for images that are padded to side P
@@ -78,6 +85,8 @@ class ScatteringTable:
         return found.flatten(0, 1).flatten(1)
 
     def _scattered(self, image: Tensor) -> Tensor:
+        if len(image) == 3:  # oscillations of red, green and blue are nearly the same
+            image = (_LUMA_AND_CHROMA @ image.flatten(1) + _MIDDLE[:, None]).view_as(image)
         before, after = _margins(image.shape[-1])
         padded = F.pad(image[None], (before, after, before, after), mode="reflect")[0]
         spectrum = torch.fft.fft2(padded)[:, None]
