@@ -46,14 +46,14 @@ from pmlf.shapes import best
 
 RECORDS, BATCH, STEPS, CLIP, DELTA, DECAY = 20_000, 1000, 160, 0.1, 1e-5, 0.97
 EPSILONS = (8.0, 4.0)
-GRID = (60.0, 30.0, 120.0)
+GRID = (60.0, 30.0, 15.0, 120.0)
 SIZE, LOADED = 16, 2500  # pixels; images read at a time
 HELD_OUT, TUNING_SEED, SEEDS = 5000, 1000, (0, 1, 2, 3, 4)
 METRICS = ("last", "average")
-METHODS = ("dp-pmlf-shaped", "dpsgd", "lp-dpsgd", "dp-pmlf", "inner-outer", "lp-dpsgd-shaped")
+METHODS = ("dp-pmlf-shaped", "dpsgd", "lp-dpsgd", "dp-pmlf", "inner-outer")
 OURS = "dp-pmlf-shaped"
-TUNED_AS = {"dp-pmlf": "lp-dpsgd", "dp-pmlf-shaped": "lp-dpsgd-shaped", "inner-outer": "dpsgd"}
 TUNED = ("dpsgd", "lp-dpsgd", "lp-dpsgd-shaped")
+TUNED_AS = {"dp-pmlf": "lp-dpsgd", "dp-pmlf-shaped": "lp-dpsgd-shaped", "inner-outer": "dpsgd"}
 
 
 @dataclass(frozen=True, kw_only=True)
