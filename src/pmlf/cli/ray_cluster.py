@@ -1,0 +1,137 @@
+"""A Ray cluster for one run: found or started, and Ray Train on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pmlf.parallel.failure import RankFailed
+
+_ATTEMPTS = (
+    4  # Ray gives its own node 30 seconds, which is little on a busy machine; the next attempt finds warm caches
+)
+_OBJECT_STORE_BYTES = 100_000_000  # messages are small, and sums do not go through Ray
+_SECONDS_TO_START_WORKERS = "600"
+_ENVIRONMENT = {  # where the user has not decided otherwise
+    "RAY_USAGE_STATS_ENABLED": "0",  # Ray reports to its makers
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": _SECONDS_TO_START_WORKERS,
+}
+
+
+@contextmanager
+def connected(workers: int, *, gpus: bool) -> Iterator[Any]:
+    """The package ray, connected to a cluster with room for some workers, in a `with` block.
+
+    The cluster is the one at RAY_ADDRESS or one that runs on this machine. If there is none, Ray is started here and
+    ended with the block.
+
+    Args:
+        workers: The number of workers.
+        gpus: Whether each needs a GPU.
+
+    Raises:
+        ValueError: The package is missing, RAY_ADDRESS does not answer, or the cluster is too small.
+        RankFailed: Ray does not start.
+    """
+    try:
+        import ray
+        import ray.train.torch
+    except ImportError as error:
+        raise ValueError(
+            "--ray-workers needs the package ray with Ray Train: pip install 'dp-pmlf[ray]', or start the processes by "
+            "`torchrun --nproc-per-node N -m pmlf train`"
+        ) from error
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        if not _joined(ray):
+            _start(ray, workers)
+        kind, room = ("GPU", "GPUs") if gpus else ("CPU", "CPUs")
+        there = int(ray.cluster_resources().get(kind, 0))
+        if there < workers:
+            raise ValueError(
+                f"--ray-workers={workers} needs as many {room}, and the Ray cluster has {there}: give less"
+            )
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _joined(ray: Any) -> bool:
+    """Connect to a cluster that runs. Whether there is one."""
+    address = os.environ.get("RAY_ADDRESS")
+    if address == "local":
+        return False
+    try:
+        ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        if address is None:
+            return False
+        raise ValueError(
+            f"no Ray cluster answers at RAY_ADDRESS={address}: correct it, or unset it to start Ray on this machine"
+        ) from error
+    return True
+
+
+def _start(ray: Any, workers: int) -> None:
+    """Start Ray on this machine, with at least as many CPUs as workers: torchrun counts no cores either."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=max(workers, os.cpu_count() or 1),
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except Exception as error:  # Ray raises the class Exception itself where its node is late
+            ray.shutdown()
+            if attempt == _ATTEMPTS - 1:
+                raise RankFailed(
+                    f"Ray did not start on this machine in {_ATTEMPTS} attempts ({' '.join(str(error).split())}): "
+                    "start it by `ray start --head`, then type the command again"
+                ) from error
+        else:
+            return
+
+
+def fit(work: Callable[[], Any], workers: int, gpus: bool, scratch: Path) -> Any:
+    """Call `work` on workers of Ray Train that are one process group: gloo on CPUs, NCCL on GPUs.
+
+    Args:
+        work: A function that can be pickled.
+        workers: The number of workers.
+        gpus: Whether each needs a GPU.
+        scratch: A folder for Ray Train's own files.
+
+    Returns:
+        What it returns on rank 0.
+    """
+    from ray import train
+    from ray.train.torch import TorchTrainer
+
+    never_again = train.FailureConfig(max_failures=0, max_preemption_failures=0, controller_failure_limit=0)
+    trainer = TorchTrainer(
+        work,
+        scaling_config=train.ScalingConfig(num_workers=workers, use_gpu=gpus),
+        run_config=train.RunConfig(
+            name="pmlf",
+            storage_path=str(scratch),
+            failure_config=never_again,
+            logging_config=train.LoggingConfig(log_level="ERROR"),
+        ),
+    )
+    return trainer.fit().return_value
+
+
+def failed_ranks(error: Exception) -> set[int]:
+    """The ranks that Ray Train names in an error of `fit`."""
+    from ray.train import WorkerGroupError
+
+    return set(error.worker_failures) if isinstance(error, WorkerGroupError) else set()
