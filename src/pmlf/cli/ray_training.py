@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -76,9 +75,9 @@ def run(command: Train, spec: RunSpec, out: Path, workers: int, observer: RunObs
         RunFolder(out).refuse_existing()
     rank = _Rank(command=replace(command, data_dir=_data_dir(command)), spec=spec, out=out, folder=Path.cwd())
     gpus = spec.device.startswith("cuda")
-    with ray_cluster.connected(workers, gpus=gpus) as ray, tempfile.TemporaryDirectory() as scratch:
+    with ray_cluster.own_folder() as folder, ray_cluster.connected(workers, gpus=gpus, folder=folder) as ray:
         desk = ray.remote(num_cpus=0)(Desk).remote()
-        fitting = _Fitting(partial(ray_cluster.fit, partial(_work, rank, desk), workers, gpus, Path(scratch)))
+        fitting = _Fitting(partial(ray_cluster.fit, partial(_work, rank, desk), workers, gpus, folder))
         audience = _Audience(observer)
         with deferred_signals() as interruption:
             while fitting.goes_on():

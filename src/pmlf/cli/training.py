@@ -106,10 +106,10 @@ class Train(TrainingCommand):
     mlflow (at MLFLOW_TRACKING_URI). The last three are extras: `pip install 'dp-pmlf[tensorboard]'`."""
 
     ray_workers: Annotated[int | None, shown_default("none, this process", "N")] = None
-    """Train on N workers that Ray Train starts: on the cluster at RAY_ADDRESS, on a Ray that runs on this machine, or
-    on one that is started here. They take every step together, as processes of torchrun do. Each needs a CPU, or a GPU
-    with --device cuda, and their machines share the folder in which you type the command. Ctrl-C stops the run after
-    its step. No record, sum or key goes through Ray. It needs `pip install 'dp-pmlf[ray]'`."""
+    """Train on N workers that Ray Train starts, on the cluster at RAY_ADDRESS (auto: the one that this machine belongs
+    to), or without that variable on this machine alone. They take every step together, as processes of torchrun do.
+    Each needs a CPU, or a GPU with --device cuda, and their machines share the folder in which you type the command.
+    No record, sum or key goes through Ray. It needs `pip install 'dp-pmlf[ray]'`."""
 
     def execute(self) -> int:
         from pmlf.parallel.launch import launched
