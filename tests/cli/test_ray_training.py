@@ -146,16 +146,14 @@ def test_the_cause_is_reported_not_what_other_ranks_noticed(monkeypatch: pytest.
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of commands that use one local Ray of four CPUs."""
+def cluster() -> Iterator[dict[str, str]]:
+    """The environment of commands that use one local Ray, with more CPUs than workers."""
     ray = pytest.importorskip("ray", reason="the optional package ray is not installed")
     with ray_training.ray_cluster.own_folder() as folder:
-        monkeypatch = pytest.MonkeyPatch()
-        monkeypatch.delenv("RAY_ADDRESS", raising=False)
-        with ray_training.ray_cluster.connected(4, gpus=False, folder=folder):
-            address = ray.get_runtime_context().gcs_address
-            yield {**os.environ, "RAY_ADDRESS": address, "OMP_NUM_THREADS": "1"}
-        monkeypatch.undo()
+        ray_training.ray_cluster._start(ray, 4, folder)
+        address = ray.get_runtime_context().gcs_address
+        yield {**os.environ, "RAY_ADDRESS": address, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def connected(workers: int, *, gpus: bool, folder: Path) -> Iterator[Any]:
     """The package ray, connected to a cluster with room for some workers, in a `with` block.
 
     The cluster is the one at RAY_ADDRESS. Without that variable Ray is started on this machine and ends with the block.
-    A Ray that happens to run here is not joined: it may be that of another command, and end with it.
+    A Ray that happens to run here is not joined: it may be that of another command, and end with it. What is printed on
+    stdout within the block is dropped: Ray tells there of workers that died.
 
     Args:
         workers: The number of workers.
@@ -56,18 +58,19 @@ def connected(workers: int, *, gpus: bool, folder: Path) -> Iterator[Any]:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     address = os.environ.get("RAY_ADDRESS") or "local"
-    try:
-        if address == "local":
-            _start(ray, workers, folder)
-        else:
-            _join(ray, address)
-        kind = "GPU" if gpus else "CPU"
-        there = int(ray.cluster_resources().get(kind, 0))
-        if there < workers:
-            raise ValueError(f"--ray-workers={workers} needs as many {kind}s, and the Ray cluster has {there}")
-        yield ray
-    finally:
-        ray.shutdown()
+    with redirect_stdout(io.StringIO()):
+        try:
+            if address == "local":
+                _start(ray, workers, folder)
+            else:
+                _join(ray, address)
+            kind = "GPU" if gpus else "CPU"
+            there = int(ray.cluster_resources().get(kind, 0))
+            if there < workers:
+                raise ValueError(f"--ray-workers={workers} needs as many {kind}s, and the Ray cluster has {there}")
+            yield ray
+        finally:
+            ray.shutdown()
 
 
 def _join(ray: Any, address: str) -> None:

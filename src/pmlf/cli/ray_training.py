@@ -47,7 +47,7 @@ def refuse_impossible(command: Train, workers: int) -> None:
                 f"{flag(name)} shows numbers computed from private records, which must not go through Ray: leave it "
                 "out, or train without --ray-workers"
             )
-    if "WORLD_SIZE" in os.environ:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("--ray-workers starts its own processes: type `pmlf train` without torchrun")
 
 
@@ -76,13 +76,16 @@ def run(command: Train, spec: RunSpec, out: Path, workers: int, observer: RunObs
     rank = _Rank(command=replace(command, data_dir=_data_dir(command)), spec=spec, out=out, folder=Path.cwd())
     gpus = spec.device.startswith("cuda")
     with ray_cluster.own_folder() as folder, ray_cluster.connected(workers, gpus=gpus, folder=folder) as ray:
-        desk = ray.remote(num_cpus=0)(Desk).remote()
-        fitting = _Fitting(partial(ray_cluster.fit, partial(_work, rank, desk), workers, gpus, folder))
         audience = _Audience(observer)
-        with deferred_signals() as interruption:
-            while fitting.goes_on():
-                audience.hear(ray.get(desk.take.remote(interruption.by)))
-        audience.hear(ray.get(desk.take.remote(None)))
+        try:
+            desk = ray.remote(num_cpus=0)(Desk).remote()
+            fitting = _Fitting(partial(ray_cluster.fit, partial(_work, rank, desk), workers, gpus, folder))
+            with deferred_signals() as interruption:
+                while fitting.goes_on():
+                    audience.hear(ray.get(desk.take.remote(interruption.by)))
+            audience.hear(ray.get(desk.take.remote(None)))
+        except ray.exceptions.RayError as error:
+            raise RankFailed(f"Ray has lost what it needs for this run: {' '.join(str(error).split())}") from error
     if fitting.error is None:
         assert isinstance(fitting.result, RunResult)
         return fitting.result
