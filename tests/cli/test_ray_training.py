@@ -18,6 +18,7 @@ from pmlf.cli import ray_training
 from pmlf.cli.common import Failure
 from pmlf.cli.main import main
 from pmlf.cli.ray_training import Desk
+from pmlf.cli.training import Train
 from pmlf.evidence import ledger
 from pmlf.experiments.results import Evaluation, SilentObserver
 from pmlf.experiments.spec import RunSpec
@@ -127,6 +128,31 @@ def test_a_stop_that_is_asked_for_reaches_the_worker(here: Here) -> None:
     with line.open(talks=False):
         assert line.stop is None
     assert line.stop == "SIGINT"
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("batch_size=7 is secret"), RankFailed("secret"), ZeroDivisionError("secret")]
+)
+def test_ray_does_not_learn_why_a_worker_failed_and_the_command_does(
+    error: Exception, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr(Train, "run", fail)
+    monkeypatch.chdir(tmp_path)
+    rank = ray_training._Rank(command=Train(), spec=RunSpec(), out=tmp_path / "run", folder=tmp_path)
+    with pytest.raises(ray_training._WorkerFailed) as raised:
+        ray_training._work(rank, here)
+    seen = [raised.value, raised.value.__cause__, raised.value.__context__]
+    assert not any("secret" in str(each) for each in seen)
+    (told,) = here.desk.take(None)
+    assert isinstance(told, ray_training._Failed) and told.rank == 1
+    assert told.caused_by_others == isinstance(error, RankFailed)
+    assert told.failure.exit_code == (2 if isinstance(error, ValueError) else 1)
+    assert "secret" in (told.trace or told.failure.sentence)
+    assert "--batch-size=7" in told.failure.sentence or not isinstance(error, ValueError)
 
 
 def failed(rank: int, code: int, *, by_others: bool = False) -> ray_training._Failed:

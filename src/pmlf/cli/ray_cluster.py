@@ -17,6 +17,7 @@ _ATTEMPTS = 4  # Ray gives its own node 30 seconds: too few on a busy machine, u
 _OBJECT_STORE_BYTES = 100_000_000  # messages are small, and sums do not go through Ray
 _ENVIRONMENT = {  # where the user has not decided otherwise
     "RAY_USAGE_STATS_ENABLED": "0",  # Ray reports to its makers
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process that waits for a reason to start workers again
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",
 }
 _SHORT = "/tmp" if os.path.isdir("/tmp") else None  # the paths of Ray's sockets have at most 107 characters
