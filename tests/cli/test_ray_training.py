@@ -235,8 +235,8 @@ def test_a_killed_worker_is_named_and_the_resumed_run_ends_with_the_bits_of_one_
     psutil = pytest.importorskip("psutil")
     out = tmp_path / "run"
     started = begun(cluster, out, *SEEDED, "--checkpoint-every", "2", "--ray-workers", "2")
-    workers = [each for each in psutil.process_iter() if each.name().startswith("ray::RayTrain")]
-    workers = [each for each in workers if "RayTrainWorker" in each.cmdline()[0]]
+    children = psutil.Process().children(recursive=True)  # of the local Ray too
+    workers = [each for each in children if each.name().startswith("ray::RayTrainWo")]
     assert len(workers) == 2
     max(workers, key=lambda each: each.pid).send_signal(signal.SIGKILL)
     code, shown, said = ended(started)
