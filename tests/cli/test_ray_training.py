@@ -202,9 +202,9 @@ def begun(environment: dict[str, str], out: Path, *options: str) -> subprocess.P
 
 
 def released(out: Path) -> int:
-    """The lines of the ledger, without its first."""
+    """The events in the ledger: its lines without the two that open it and the run."""
     book = out / "ledger.jsonl"
-    return book.read_text().count("\n") - 1 if book.exists() else 0
+    return book.read_text().count("\n") - 2 if book.exists() else 0
 
 
 def ended(started: subprocess.Popen[str]) -> tuple[int, str, str]:
