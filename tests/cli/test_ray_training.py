@@ -208,7 +208,7 @@ def released(out: Path) -> int:
 
 
 def ended(started: subprocess.Popen[str]) -> tuple[int, str, str]:
-    shown, said = started.communicate(timeout=240)
+    shown, said = started.communicate(timeout=600)
     return started.returncode, shown, said
 
 
@@ -244,7 +244,7 @@ def test_a_killed_worker_is_named_and_the_resumed_run_ends_with_the_bits_of_one_
     counted = sum(ledger.read(out / "ledger.jsonl").events.values())
     assert counted >= 5
     resumed = [sys.executable, "-m", "pmlf", "train", "--resume", str(out), "--ray-workers", "3", "--json"]
-    done = subprocess.run(resumed, env=cluster, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(resumed, env=cluster, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == STEPS
     assert (out / "model.safetensors").read_bytes() == alone
