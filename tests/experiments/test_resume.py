@@ -503,3 +503,13 @@ def test_weights_that_are_shared_between_layers_are_written_at_the_end(tmp_path:
     for name in ("model.safetensors", "model-ema.safetensors"):
         stored = safetensors.torch.load_file(tmp_path / name)
         assert set(stored) == set(model.state_dict()) and torch.equal(stored["one.weight"], stored["two.weight"])
+
+
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_stop_ends_as_by_a_signal_and_goes_on(tmp_path: Path) -> None:
+    asked: list[str | None] = [None, None, "SIGTERM"]
+    stopped = runner.run(SPEC, tmp_path / "asked", asked_to_stop=lambda: asked.pop(0))
+    assert stopped.steps == 3 and stopped.interrupted_by == stopped.signalled_by == "SIGTERM"
+    runner.run(SPEC, tmp_path / "asked", resume=True)
+    runner.run(SPEC, tmp_path / "whole")
+    assert same(tmp_path / "asked", tmp_path / "whole")

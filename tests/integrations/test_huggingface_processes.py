@@ -1,4 +1,4 @@
-"""`PrivateTrainer` on two processes that torchrun has started: the bits of the plain loop and of one process."""
+"""`PrivateTrainer` on two processes, of torchrun or accelerate: the bits of the plain loop and of one process."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from small_trainers import trainer as small_trainer
 
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).resolve().parents[1]
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
 
 
 class Together(NamedTuple):
@@ -29,13 +31,11 @@ class Together(NamedTuple):
     ranks: list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
-    folder = tmp_path_factory.mktemp("trainer")
+def launched(launcher: tuple[str, ...], folder: Path) -> Together:
+    """What two processes of a launcher leave in a folder."""
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, trainer_ranks.__file__, str(folder)],
+        [sys.executable, "-m", *launcher, trainer_ranks.__file__, str(folder)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -43,6 +43,11 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
     )
     assert done.returncode == 0, done.stderr
     return Together(folder, done.stdout, [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)])
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
+    return launched(TORCHRUN, tmp_path_factory.mktemp("trainer"))
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +67,15 @@ def test_two_processes_have_the_bits_of_the_plain_loop_and_of_one_process(
     for rank in together.ranks:
         assert same(rank["loop"], expected)
         assert same(rank["trained"], expected)
+
+
+def test_accelerate_launch_ends_with_the_same_bits_and_one_certificate(
+    alone: tuple[PrivateTrainer, Any], tmp_path: Path
+) -> None:
+    found = launched(ACCELERATE, tmp_path)
+    assert all(same(rank["trained"], alone[0].model.state_dict()) for rank in found.ranks)
+    assert all(rank["certificate"]["processes"] == 2 for rank in found.ranks)
+    assert found.printed.count("'learning_rate'") == 4  # by rank 0
 
 
 def test_every_record_that_was_drawn_contributes_once(

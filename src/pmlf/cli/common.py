@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 import sys
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import tyro
 from rich.console import Console, RenderableType
 
 from pmlf.experiments.spec import flag
+from pmlf.parallel.failure import RankFailed
 
 CONFIG = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)  # of the parser
 REFUSED = 2
@@ -45,6 +48,41 @@ class Command(ABC):
 def say(message: str) -> None:
     """Print a message on stderr as one line."""
     print("pmlf:", " ".join(message.split()), file=sys.stderr)
+
+
+@contextmanager
+def telling_warnings(tell: Callable[[str], None]) -> Iterator[None]:
+    """A block whose warnings are told as messages."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        tell(f"warning: {message}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)
+        warnings.showwarning = show
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How a command failed: the sentence that it prints, and its exit code."""
+
+    sentence: str
+    exit_code: int
+
+    @staticmethod
+    def of(error: RankFailed | ValueError | OSError, command: Command | None) -> Failure:
+        """The failure that an error of the library is: another process failed, or something was refused."""
+        if isinstance(error, RankFailed):
+            return Failure(sentence=str(error), exit_code=1)
+        return Failure(sentence=in_words_of_the_command_line(error, command), exit_code=REFUSED)
 
 
 def in_words_of_the_command_line(error: Exception, command: Command | None) -> str:

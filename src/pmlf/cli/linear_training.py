@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pmlf.experiments.results import RunResult
 
 MODEL = "prior-linear"
-_OF_NETWORKS_ALONE = ("checkpoint_every", "check_on_data", "diagnostics", "show_sensitive", "log")
+_OF_NETWORKS_ALONE = ("checkpoint_every", "check_on_data", "diagnostics", "show_sensitive", "log", "ray_workers")
 _OF_NETWORKS = ("ledger", *_OF_NETWORKS_ALONE)
 _SMALL_EPSILON = 8.0  # up to here it was the more accurate one on CIFAR-10, where both were measured
 _SECONDS_PER_IMAGE = 0.0046  # of 32x32 pixels, measured

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable
-from typing import TextIO
 
 import tyro
 
@@ -14,7 +12,7 @@ import pmlf
 from pmlf.cli.account import Account
 from pmlf.cli.audit import Audit
 from pmlf.cli.bench import Bench
-from pmlf.cli.common import CONFIG, INTERRUPTED, REFUSED, Command, in_words_of_the_command_line, say
+from pmlf.cli.common import CONFIG, INTERRUPTED, Command, Failure, say, telling_warnings
 from pmlf.cli.filter import Filter
 from pmlf.cli.help import print_commands, print_help
 from pmlf.cli.plan import Planning
@@ -79,9 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     if {"-h", "--help"} & set(given):
         print_help(given[0], COMMANDS[given[0]]) if given[0] in COMMANDS else print_commands(COMMANDS)
         return 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("default", UserWarning)
-        warnings.showwarning = _show_warning
+    with telling_warnings(say):
         command: Command | None = None
         try:
             command = parsed(argv)
@@ -94,20 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         except BrokenPipeError:  # the reader of the output has ended, as in `pmlf filter | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        except RankFailed as failure:
-            say(f"error: {failure}")
-            return 1
-        except (ValueError, OSError) as error:
-            say(f"error: {in_words_of_the_command_line(error, command)}")
-            return REFUSED
-
-
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    say(f"warning: {message}")
+        except (RankFailed, ValueError, OSError) as error:
+            failure = Failure.of(error, command)
+            say(f"error: {failure.sentence}")
+            return failure.exit_code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -22,6 +23,7 @@ from pmlf.experiments.spec import RunSpec, Setting, comparison, shown_default
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from pmlf.checks.inspection import Checked
+    from pmlf.experiments.results import RunObserver
     from pmlf.parallel.processes import Processes
 
 _Setting = Annotated[Setting, tyro.conf.arg(name="")]  # no prefix: its options are options of the command
@@ -64,7 +66,7 @@ class Train(TrainingCommand):
     gets spec.json, metrics.jsonl (one line per epoch), model.safetensors, certificate.json, certificate.html,
     result.json and a ledger of the privacy spent. Ctrl-C stops a run early and keeps its results; --resume continues a
     stopped or crashed run. Epsilon is for adding or removing one training record. Test records are not protected.
-    `torchrun --nproc-per-node 2 -m pmlf train ...` runs the same on two processes.
+    `torchrun --nproc-per-node 2 -m pmlf train ...` runs the same on two processes, --ray-workers 2 on two of Ray.
     """
 
     method: str = "dp-pmlf"
@@ -103,6 +105,12 @@ class Train(TrainingCommand):
     """Also log the released numbers with csv (log.csv in the run's folder), tensorboard (a folder in it), wandb or
     mlflow (at MLFLOW_TRACKING_URI). The last three are extras: `pip install 'dp-pmlf[tensorboard]'`."""
 
+    ray_workers: Annotated[int | None, shown_default("none, this process", "N")] = None
+    """Train on N workers that Ray Train starts, on the cluster at RAY_ADDRESS (auto: the one that this machine belongs
+    to), or without that variable on this machine alone. They take every step together, as processes of torchrun do.
+    Each needs a CPU, or a GPU with --device cuda, and their machines share the folder in which you type the command.
+    No record, sum or key goes through Ray. It needs `pip install 'dp-pmlf[ray]'`."""
+
     def execute(self) -> int:
         from pmlf.parallel.launch import launched
 
@@ -113,44 +121,80 @@ class Train(TrainingCommand):
             )
         if self.features is not None or self.classes:
             return linear_training.on_features(self).execute()
+        if self.ray_workers is not None:
+            return self._train_by_ray(self.ray_workers)
         with launched("pmlf train") as processes:
             return self._train(processes)
 
-    def _train(self, processes: Processes) -> int:
-        from pmlf.experiments import runner
-        from pmlf.integrations import loggers
+    def _train_by_ray(self, workers: int) -> int:
+        from pmlf.cli import ray_training
 
+        ray_training.refuse_impossible(self, workers)
+        spec, out = self._planned()
+        if _is_linear(spec):
+            raise ValueError(f"--model {spec.model} trains on one process: start it without --ray-workers")
+        with train_progress(Console(stderr=True)) as observer:
+            result = ray_training.run(self, spec, out, workers, observer)
+        return self._shown(result)
+
+    def _train(self, processes: Processes) -> int:
         first = processes.rank == 0
         if first:
             self.warn()
             if self.diagnostics:
                 say(f"warning: --diagnostics records measurements of gradients, {SENSITIVE_NOTE}")
-        spec, out = processes.by_first(lambda: self._resumed(self.resume) if self.resume else self._new())
-        if spec.model == linear_training.MODEL or spec.pretrained.prior is not None:
+        spec, out = processes.by_first(self._planned)
+        if _is_linear(spec):
             if processes.size > 1:
                 raise ValueError(f"--model {spec.model} trains on one process: start it without torchrun")
             return _ended(linear_training.train(self, spec, out))
         console = Console(stderr=True, quiet=not first)
         with train_progress(console) as observer:
-            result = runner.run(
-                spec,
-                out,
-                data_dir=self.data_dir,
-                observer=observer,
-                show_sensitive=self.show_sensitive,
-                resume=self.resume is not None,
-                ledger=self.ledger,
-                checkpoint_every=self.checkpoint_every,
-                diagnostics=self.diagnostics,
-                show_check=partial(_print_check, console) if self.check_on_data else None,
-                callbacks=[loggers.by_name(name, out) for name in self.log if first],
-            )
+            shown = partial(_print_check, console) if self.check_on_data else None
+            result = self.run(spec, out, observer, first=first, show_check=shown)
         if not first:
             return _exit_code(result.interrupted_by) if result.interrupted_by else 0
+        return self._shown(result)
+
+    def run(
+        self,
+        spec: RunSpec,
+        out: Path,
+        observer: RunObserver,
+        *,
+        first: bool,
+        show_check: Callable[[Checked], None] | None = None,
+        asked_to_stop: Callable[[], str | None] | None = None,
+    ) -> RunResult:
+        """Run the spec in the folder `out` on this rank, with the options of this command; `first` on rank 0."""
+        from pmlf.experiments import runner
+        from pmlf.integrations import loggers
+
+        return runner.run(
+            spec,
+            out,
+            data_dir=self.data_dir,
+            observer=observer,
+            show_sensitive=self.show_sensitive,
+            resume=self.resume is not None,
+            ledger=self.ledger,
+            checkpoint_every=self.checkpoint_every,
+            diagnostics=self.diagnostics,
+            show_check=show_check,
+            callbacks=[loggers.by_name(name, out) for name in self.log if first],
+            asked_to_stop=asked_to_stop,
+        )
+
+    def _shown(self, result: RunResult) -> int:
+        """Print the result, and return the exit code."""
         self.show(result.to_json(), display.run_summary(result))
         if closing := linear_training.advice(result):
             say(closing)
         return _ended(result)
+
+    def _planned(self) -> tuple[RunSpec, Path]:
+        """The run to start or to resume, and its folder."""
+        return self._resumed(self.resume) if self.resume else self._new()
 
     def _new(self) -> tuple[RunSpec, Path]:
         return RunSpec(method=self.method, **vars(self.setting)), self.folder(self.method)
@@ -228,6 +272,11 @@ class Compare(TrainingCommand):
             say(f"stopped after {last.spec.method}: {len(results)} of {len(specs)} runs are complete")
             return _exit_code(last.signalled_by)
         return _ended(last)
+
+
+def _is_linear(spec: RunSpec) -> bool:
+    """Whether the run is a private linear model on features."""
+    return spec.model == linear_training.MODEL or spec.pretrained.prior is not None
 
 
 def _print_check(console: Console, report: Checked) -> None:

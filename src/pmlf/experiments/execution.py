@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -58,7 +58,12 @@ class Execution:
     losses: LossMeter | None
     probe: Probe | None
 
-    def run(self, observer: RunObserver, checkpoint_every: int | None) -> RunResult:
+    def run(
+        self,
+        observer: RunObserver,
+        checkpoint_every: int | None,
+        asked_to_stop: Callable[[], str | None] | None = None,
+    ) -> RunResult:
         """Take the remaining steps, until the run is complete, out of budget or interrupted."""
         private = self.private
         self._observer, self._checkpoint_every = observer, checkpoint_every
@@ -72,6 +77,8 @@ class Execution:
                     self._observer.stepped(private.steps_done, None)
                 for batch in private.batches():
                     self._step(batch)
+                    if asked_to_stop is not None and interruption.by is None:
+                        interruption.by = asked_to_stop()
                     if private.processes.by_first(lambda: interruption.by):
                         break
             signalled_by = interruption.by

@@ -54,6 +54,7 @@ def run(
     diagnostics: bool = False,
     show_check: Callable[[Checked], None] | None = None,
     callbacks: Sequence[Callback] = (),
+    asked_to_stop: Callable[[], str | None] | None = None,
 ) -> RunResult:
     """Train as `spec` says, evaluate once per epoch, and write the results to the folder `out`.
 
@@ -74,6 +75,8 @@ def run(
         diagnostics: Write diagnostics.json (sensitive).
         show_check: Called with the result of `pmlf.check` on the first records (sensitive, not written).
         callbacks: Receive the released numbers of the run, such as `pmlf.integrations.loggers.CsvLogger`.
+        asked_to_stop: Called after every step on rank 0, for a process that signals do not reach: the name of a signal
+            stops the run as the signal does, None does not.
 
     Raises:
         ValueError: If a setting, the model, the dataset or the folder is refused. The message says what to change.
@@ -104,7 +107,7 @@ def run(
     with _opened_ledger(folder, progress, spec.dataset, new=saved is None) as opened:
         execution = _execution(spec, task, folder, progress, saved, opened, show_sensitive, diagnostics, show_check)
         execution.private.callbacks.extend(callbacks)
-        result = execution.run(observer or SilentObserver(), checkpoint_every)
+        result = execution.run(observer or SilentObserver(), checkpoint_every, asked_to_stop)
     return processes.by_first(lambda: result)
 
 
