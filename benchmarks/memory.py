@@ -1,7 +1,7 @@
 """Peak memory of a training step at RoBERTa-base size, private (DP-PMLF, k=2) against plain, each in its own process.
 
-python benchmarks/memory.py            # prints both peaks, net of imports, and their ratio
-python benchmarks/memory.py --layers 8 # the same of a model with fewer layers, as the test does
+python benchmarks/memory.py             # prints both peaks, net of imports, and their ratio
+python benchmarks/memory.py --tokens 32 # the same of shorter texts, as the test does
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import resource
 import subprocess
 import sys
 
-SAMPLES, TOKENS = 16, 64
+SAMPLES = 16
 
 
 def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(mode: str, layers: int) -> dict[str, float]:
+def measure(mode: str, layers: int, tokens: int) -> dict[str, float]:
     """One step on random tokens, with the two points of k=2; the peak beyond what imports took."""
     import torch
     import torch.nn.functional as F
@@ -32,7 +32,7 @@ def measure(mode: str, layers: int) -> dict[str, float]:
     config = RobertaConfig(vocab_size=50265, max_position_embeddings=514, num_hidden_layers=layers)
     model = RobertaForSequenceClassification(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    batch = {"input_ids": torch.randint(5, 50265, (SAMPLES, TOKENS)), "labels": torch.randint(2, (SAMPLES,))}
+    batch = {"input_ids": torch.randint(5, 50265, (SAMPLES, tokens)), "labels": torch.randint(2, (SAMPLES,))}
 
     def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return F.cross_entropy(model(input_ids=batch["input_ids"]).logits, batch["labels"], reduction="none")
@@ -55,14 +55,16 @@ def measure(mode: str, layers: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12, help="layers of the model; RoBERTa-base has 12")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a sample")
     parser.add_argument("--only", choices=("plain", "private"), help="measure one, in this process")
     given = parser.parse_args()
     if given.only is not None:
-        print(json.dumps(measure(given.only, given.layers)))
+        print(json.dumps(measure(given.only, given.layers, given.tokens)))
         return
     peaks = {}
     for mode in ("plain", "private"):
-        command = [sys.executable, __file__, "--only", mode, "--layers", str(given.layers)]
+        sizes = ["--layers", str(given.layers), "--tokens", str(given.tokens)]
+        command = [sys.executable, __file__, "--only", mode, *sizes]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         peaks[mode] = json.loads(output.splitlines()[-1])["peak"]
     print(json.dumps({**peaks, "ratio": peaks["private"] / peaks["plain"]}))

@@ -13,7 +13,7 @@ import pytest
 
 def measured() -> dict[str, float]:
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
-    command = [sys.executable, str(script)]
+    command = [sys.executable, str(script), "--tokens", "32"]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found: dict[str, float] = json.loads(output.splitlines()[-1])
     return found

@@ -72,8 +72,10 @@ def test_a_job_killed_several_times_has_the_same_results(tmp_path: Path) -> None
     undisturbed, killed = jobs.job(spec, tmp_path / "a", threads=1), jobs.job(spec, tmp_path / "b", threads=1)
     threads = torch.get_num_threads()
     jobs.run_job(undisturbed, lambda progress: None)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pmlf.experiments.runner"])  # torch is imported once, not in every child
     for death in (0, 1, 5, 9):
-        child = multiprocessing.get_context("spawn").Process(target=die_after, args=(killed, death))
+        child = context.Process(target=die_after, args=(killed, death))
         child.start()
         child.join()
         assert child.exitcode == -signal.SIGKILL and not jobs.finished(killed.folder)

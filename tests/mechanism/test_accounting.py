@@ -20,8 +20,8 @@ with warnings.catch_warnings():
 
 DELTA = 1e-5
 GRID = list(itertools.product([0.6, 1.0, 2.0, 5.0], [0.001, 0.0167, 0.1], [1, 100, 3000]))
-SLOW_IN_OPACUS = (0.6, 0.1, 3000)
-OPACUS_GRID = [case for case in GRID if case[0] in (0.6, 2.0) and case != SLOW_IN_OPACUS]
+SLOW_IN_OPACUS = (0.6, 0.1, 1000)  # with 3000 steps it takes three times as long
+OPACUS_GRID = [case for case in GRID if case[0] in (0.6, 2.0) and case != (0.6, 0.1, 3000)]
 RUNS = [(1.0, 0.02, 2500), (8.0, 0.02, 2500), (0.1, 0.01, 1000), (3.0, 1.0, 100), (50.0, 0.1, 500), (1.0, 0.02, 1)]
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def released(of: tasks.Task, physical: int, *, bucketed: bool) -> tuple[Tensor, 
         max_physical_batch_size=physical,
         collate_fn=collate,
         lengths=of.lengths if bucketed else None,
+        assume_independent_samples=True,  # there would be a proof for every length
     )
     for batch in run.batches():
         run.step(batch)
@@ -168,50 +170,62 @@ def with_code(source: Path, folder: Path, mark: Path, changes: dict[str, dict[st
     return folder
 
 
-def output_of_loading(folder: Path, home: Path) -> str:
-    """The output of loading a model in a process in which every question is answered with yes."""
+def outputs_of_loading(folders: Iterable[Path], home: Path) -> list[str]:
+    """The output of loading each of some models, in one process in which every question is answered with yes."""
     code = """
-import sys
+import os, sys
 from pmlf.models.text import load_classifier
-try:
-    load_classifier(sys.argv[1], classes=2)
-    print("loaded")
-except ValueError as error:
-    print("refused:", error)
+for folder in sys.argv[1:]:
+    print("next:", flush=True)
+    os.chdir(folder)
+    try:
+        load_classifier(folder, classes=2)
+        print("loaded")
+    except ValueError as error:
+        print("refused:", error)
 """
     source = str(Path(pmlf.__file__).parents[1])
     variables = {**os.environ, "PYTHONPATH": source, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(
-        [sys.executable, "-c", code, str(folder)],
-        cwd=folder,
+        [sys.executable, "-u", "-c", code, *map(str, folders)],
         env=variables,
-        input="y\n" * 10,
-        capture_output=True,
+        input="y\n" * 100,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=120,
     )
-    return result.stdout + result.stderr
+    return result.stdout.split("next:\n")[1:]
+
+
+WITH_CODE: dict[str, dict[str, dict[str, object]]] = {
+    "configuration": {"config.json": {"model_type": "own", "auto_map": OWN_CLASSES}},
+    "model": {"config.json": {"auto_map": {"AutoModelForSequenceClassification": "own.OwnModel"}, "model_type": "vit"}},
+    "tokenizer": {
+        "tokenizer_config.json": {"tokenizer_class": "Own", "auto_map": OWN_TOKENIZER},
+        "config.json": NO_TOKENIZER,
+    },
+    "tokenizer as a list": {
+        "tokenizer_config.json": {"tokenizer_class": "Own", "auto_map": ["own.OwnTokenizer", None]},
+        "config.json": NO_TOKENIZER,
+    },
+    "known architecture": {"config.json": {"auto_map": OWN_CLASSES}},  # a class of transformers could replace it
+}
+
+
+@pytest.fixture(scope="module")
+def loaded_with_code(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """Where the code of each of these models leaves its mark, and the output of loading it."""
+    root = tmp_path_factory.mktemp("code")
+    marks = {name: root / f"{name} mark" for name in WITH_CODE}
+    made = [with_code(folders["bert"], root / name, marks[name], changes) for name, changes in WITH_CODE.items()]
+    return dict(zip(WITH_CODE, zip(marks.values(), outputs_of_loading(made, root / "home"), strict=True), strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"config.json": {"model_type": "own", "auto_map": OWN_CLASSES}},
-        {"config.json": {"auto_map": {"AutoModelForSequenceClassification": "own.OwnModel"}, "model_type": "vit"}},
-        {"tokenizer_config.json": {"tokenizer_class": "Own", "auto_map": OWN_TOKENIZER}, "config.json": NO_TOKENIZER},
-        {"tokenizer_config.json": {"tokenizer_class": "Own", "auto_map": ["own.OwnTokenizer", None]}}
-        | {"config.json": NO_TOKENIZER},
-        {"config.json": {"auto_map": OWN_CLASSES}},  # a class of transformers could replace it
-    ],
-    ids=["configuration", "model", "tokenizer", "tokenizer as a list", "known architecture"],
-)
-def test_code_that_comes_with_a_model_is_never_run(
-    changes: dict[str, dict[str, object]], folders: dict[str, Path], tmp_path: Path
-) -> None:
-    mark = tmp_path / "mark"
-    folder = with_code(folders["bert"], tmp_path / "model", mark, changes)
-    said = output_of_loading(folder, tmp_path / "home")
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_code_that_comes_with_a_model_is_never_run(name: str, loaded_with_code: dict[str, tuple[Path, str]]) -> None:
+    mark, said = loaded_with_code[name]
     assert not mark.exists() and "[y/N]" not in said
     assert "needs to run its own code ('auto_map' in its" in said and "pmlf never runs code" in said
 
@@ -230,7 +244,7 @@ def test_an_adapter_of_a_model_with_code_is_never_run(folders: dict[str, Path], 
     adapted.save_pretrained(str(adapter))
     written = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**written, "base_model_name_or_path": str(base)}))
-    said = output_of_loading(adapter, tmp_path / "home")
+    (said,) = outputs_of_loading([adapter], tmp_path / "home")
     assert not mark.exists() and "[y/N]" not in said
     assert "is an adapter of another model (adapter_config.json): give the model itself" in said
 

@@ -149,6 +149,25 @@ def same_batches(one: Any, other: Any) -> bool:
     return len(first) == len(second) and all(map(same_bits, first, second))
 
 
+def identical(one: Any, other: Any) -> bool:
+    """Whether two batches are built-in containers of the same tensors, bit by bit, and of nothing else.
+
+    Other types may carry what cannot be compared.
+
+    >>> identical({"x": torch.ones(2)}, {"x": torch.ones(2)}), identical((torch.ones(1), "a"), (torch.ones(1), "a"))
+    (True, False)
+    """
+    if type(one) is not type(other):
+        return False
+    if type(one) is Tensor:
+        return same_bits(one, other)
+    if type(one) is dict:
+        return list(one) == list(other) and all(map(identical, one.values(), other.values()))
+    if type(one) is tuple or type(one) is list:
+        return len(one) == len(other) and all(map(identical, one, other))
+    return one is None
+
+
 def select(batch: Any, chosen: slice) -> Any:
     """The samples in a slice, as a batch of the same structure.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook
 
-from pmlf.basics.batches import batch_size, same_bits, select
+from pmlf.basics.batches import batch_size, identical, same_bits, select
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.arithmetic import squared_norms
 from pmlf.engine.clipper import Clipper
@@ -155,6 +155,11 @@ def subtract_plain(subject: Subject, single: Any, sums: Mapping[str, Tensor]) ->
 
 def singles(batch: Any) -> list[Any]:
     return [select(batch, slice(i, i + 1)) for i in range(batch_size(batch))]
+
+
+def are_singles(alone: Sequence[Any], batch: Any) -> bool:
+    """Whether batches of one sample are the samples of a batch, bit by bit."""
+    return all(map(identical, alone, singles(batch)))
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:

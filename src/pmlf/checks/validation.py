@@ -18,6 +18,7 @@ from pmlf.basics.generators import other_libraries_watched
 from pmlf.checks.comparison import (
     Compared,
     Subject,
+    are_singles,
     clipped_sum,
     compared,
     half_precision_seen,
@@ -307,6 +308,8 @@ def _collates(
             "collate_fn makes another batch of the same records each time, so it cannot be checked: draw random "
             "numbers in loss_fn, where model.training is set"
         )
+    if are_singles(apart, pair):  # check_samples has compared just these
+        return conclusive
     agree = True
     for training in modes_to_check(subject, pair):
         agree &= _settled(subject, pair, apart, training).found.agree

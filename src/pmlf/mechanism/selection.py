@@ -94,9 +94,9 @@ class Selection:
         if self.mean == 1.0 and self.distribution != "poisson":
             return 1
         if self.distribution == "poisson":
-            return int(stats.poisson(self.mean).ppf(uniform)) if uniform > 0 else 0
+            return int(stats.poisson.ppf(uniform, self.mean)) if uniform > 0 else 0
         if self.distribution == "geometric":
-            return max(1, int(stats.geom(1 / self.mean).ppf(uniform)))
+            return max(1, int(stats.geom.ppf(uniform, 1 / self.mean)))
         return _logarithmic_quantile(uniform, _logarithmic(self.mean))
 
 
