@@ -243,14 +243,14 @@ def report(out: Path) -> None:
             for method in FIRST + LAST:
                 done = scores(out, purpose="final", epsilon=epsilon, method=method)
                 finals[method] = {seed: 100 * accuracy[metric] for (_, seed), accuracy in done.items()}
-            for method, found in finals.items():
-                seeds = sorted(set(found) & set(finals[OURS]))
+            for method, its in finals.items():
+                seeds = sorted(set(its) & set(finals[OURS]))
                 if not seeds:
                     continue
-                words = f"epsilon {epsilon:g}  {metric:8} {method:16} {np.mean([found[seed] for seed in seeds]):.2f}"
+                words = f"epsilon {epsilon:g}  {metric:8} {method:16} {np.mean([its[seed] for seed in seeds]):.2f}"
                 words += f" of {len(seeds)} seeds"
                 if method != OURS and len(seeds) > 1:
-                    gain = np.array([finals[OURS][seed] - found[seed] for seed in seeds])
+                    gain = np.array([finals[OURS][seed] - its[seed] for seed in seeds])
                     half = stats.t.ppf(0.975, len(gain) - 1) * gain.std(ddof=1) / math.sqrt(len(gain))
                     words += f", shaped dp-pmlf gains {gain.mean():.2f} +- {half:.2f}"
                 print(words)

@@ -257,7 +257,9 @@ ARTIFACTS = (
         panels={
             "paper": tuple(_paper("cifar10", m, [1.0], methods("cifar10")) for m in ("cnn5", "resnet18", "vit")),
             "cpu": (_cpu("cifar10", "cnn5", [1.0], methods("cifar10")),),
-            "smoke": tuple(_smoke(m, [1.0], methods(_SMALL, "dp-pmlf")) for m in ("cnn5", "resnet18", "vit")),
+            "smoke": tuple(
+                _smoke(m, [1.0], methods(_SMALL, "dp-pmlf")) for m in ("cnn5", "resnet18-narrow", "vit-mini")
+            ),
         },
     ),
     Artifact(
@@ -294,7 +296,7 @@ ARTIFACTS = (
                 _paper(d, "resnet18", [1.0], methods(d), epochs=100) for d in ("mnist", "fashion-mnist", "cifar100")
             ),
             "cpu": (_small_images("resnet18-narrow", [1.0]),),
-            "smoke": (_smoke("resnet18", [1.0], methods(_SMALL, "dp-pmlf")),),
+            "smoke": (_smoke("resnet18-narrow", [1.0], methods(_SMALL, "dp-pmlf")),),
         },
     ),
     Artifact(
@@ -324,7 +326,7 @@ ARTIFACTS = (
         panels={
             "paper": tuple(_paper(d, "vit", [1.0, 8.0], methods(d)) for d in _IMAGES),
             "cpu": (_small_images("vit-mini", [1.0, 8.0]),),
-            "smoke": (_smoke("vit", [1.0], methods(_SMALL, "dp-pmlf")),),
+            "smoke": (_smoke("vit-mini", [1.0], methods(_SMALL, "dp-pmlf")),),
         },
     ),
     Artifact(
@@ -344,7 +346,7 @@ ARTIFACTS = (
         panels={
             "paper": tuple(_paper(d, "resnet18", [1.0, 8.0], methods(d)) for d in _IMAGES),
             "cpu": (_small_images("resnet18-narrow", [1.0, 8.0]),),
-            "smoke": (_smoke("resnet18", [1.0], methods(_SMALL, "dp-pmlf")),),
+            "smoke": (_smoke("resnet18-narrow", [1.0], methods(_SMALL, "dp-pmlf")),),
         },
     ),
     Artifact(
