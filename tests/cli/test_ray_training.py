@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from pmlf.cli import ray_training
-from pmlf.cli.common import Failure
+from pmlf.cli.common import CommandFailure
 from pmlf.cli.main import main
 from pmlf.cli.ray_training import Desk
 from pmlf.cli.training import Train
@@ -156,7 +156,7 @@ def test_ray_does_not_learn_why_a_worker_failed_and_the_command_does(
 
 
 def failed(rank: int, code: int, *, by_others: bool = False) -> ray_training._Failed:
-    failure = Failure(sentence=f"sentence of {rank}", exit_code=code)
+    failure = CommandFailure(sentence=f"sentence of {rank}", exit_code=code)
     return ray_training._Failed(rank=rank, failure=failure, caused_by_others=by_others, trace=None)
 
 

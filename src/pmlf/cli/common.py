@@ -71,18 +71,18 @@ def telling_warnings(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class CommandFailure:
     """How a command failed: the sentence that it prints, and its exit code."""
 
     sentence: str
     exit_code: int
 
     @staticmethod
-    def of(error: RankFailed | ValueError | OSError, command: Command | None) -> Failure:
+    def of(error: RankFailed | ValueError | OSError, command: Command | None) -> CommandFailure:
         """The failure that an error of the library is: another process failed, or something was refused."""
         if isinstance(error, RankFailed):
-            return Failure(sentence=str(error), exit_code=1)
-        return Failure(sentence=in_words_of_the_command_line(error, command), exit_code=REFUSED)
+            return CommandFailure(sentence=str(error), exit_code=1)
+        return CommandFailure(sentence=in_words_of_the_command_line(error, command), exit_code=REFUSED)
 
 
 def in_words_of_the_command_line(error: Exception, command: Command | None) -> str:

@@ -12,7 +12,7 @@ import pmlf
 from pmlf.cli.account import Account
 from pmlf.cli.audit import Audit
 from pmlf.cli.bench import Bench
-from pmlf.cli.common import CONFIG, INTERRUPTED, Command, Failure, say, telling_warnings
+from pmlf.cli.common import CONFIG, INTERRUPTED, Command, CommandFailure, say, telling_warnings
 from pmlf.cli.filter import Filter
 from pmlf.cli.help import print_commands, print_help
 from pmlf.cli.plan import Planning
@@ -91,6 +91,6 @@ def main(argv: list[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except (RankFailed, ValueError, OSError) as error:
-            failure = Failure.of(error, command)
+            failure = CommandFailure.of(error, command)
             say(f"error: {failure.sentence}")
             return failure.exit_code

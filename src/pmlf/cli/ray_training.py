@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from pmlf.basics.arguments import require_count
 from pmlf.cli import ray_cluster
-from pmlf.cli.common import Failure, say, telling_warnings
+from pmlf.cli.common import CommandFailure, say, telling_warnings
 from pmlf.experiments.results import Evaluation, RunObserver, RunResult
 from pmlf.experiments.spec import RunSpec, flag
 from pmlf.parallel.failure import RankFailed
@@ -113,7 +113,7 @@ class _Failed:
     """A worker's last message."""
 
     rank: int
-    failure: Failure
+    failure: CommandFailure
     caused_by_others: bool
     trace: str | None  # of an error that nobody expects
 
@@ -224,10 +224,10 @@ def _work(rank: _Rank, desk: Any) -> RunResult | None:
             os.chdir(rank.folder)
             result = rank.command.run(rank.spec, rank.out, line, first=number == 0, asked_to_stop=lambda: line.stop)
         except (RankFailed, ValueError, OSError) as error:
-            failure, by_others = Failure.of(error, rank.command), isinstance(error, RankFailed)
+            failure, by_others = CommandFailure.of(error, rank.command), isinstance(error, RankFailed)
             failed = _Failed(rank=number, failure=failure, caused_by_others=by_others, trace=None)
         except Exception as error:
-            failure = Failure(sentence=f"rank {number} failed: {type(error).__name__}", exit_code=1)
+            failure = CommandFailure(sentence=f"rank {number} failed: {type(error).__name__}", exit_code=1)
             failed = _Failed(rank=number, failure=failure, caused_by_others=False, trace=traceback.format_exc())
         if failed is not None:
             line.say(failed)
