@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from pmlf.reproduction import paper
 from pmlf.reproduction.artifacts import HELD_OUT, PROFILES, TUNING_SEED
 
 NAMES = [*(f"figure-{n}" for n in range(1, 8)), *(f"table-{n}" for n in range(1, 5))]
+STORED = Path(__file__).resolve().parents[2] / "docs" / "results" / "reproduction"
 NUMBERS = json.loads((resources.files("pmlf") / "assets" / "paper_numbers.json").read_text())
 
 
@@ -118,6 +120,15 @@ def test_different_runs_have_different_keys_and_keys_survive_json() -> None:
     spec = paper.artifact("table-4").cells("cpu")[0].run(0)
     assert run_key(RunSpec.from_json(spec.to_json())) == run_key(spec)
     assert len({run_key(spec), run_key(replace(spec, lr=0.1)), run_key(replace(spec, seed=1))}) == 3
+
+
+def test_the_stored_records_are_of_the_runs_that_the_artifacts_plan() -> None:
+    """Else `pmlf reproduce` would run them again, and drop them from their record."""
+    for path in STORED.glob("*-cpu-shared.json"):
+        record = json.loads(path.read_text())
+        cells = paper.artifact(record["artifact"]).cells("cpu")
+        planned = {run_key(cell.run(seed)) for cell in cells for seed in range(cell.panel.seeds)}
+        assert {run["key"] for cell in record["cells"] for run in cell["runs"]} <= planned, path.name
 
 
 @pytest.mark.parametrize(

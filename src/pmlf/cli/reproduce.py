@@ -23,9 +23,9 @@ FAILED = 1
 class Reproduce(Command):
     """Run tables and figures of the paper, each run in its own folder.
 
-    Skips finished runs and resumes interrupted ones. A run that fails does not stop the others. Profiles: paper is the
-    paper's setting (for GPUs), cpu a reduced setting, the same for every method, smoke a test of a few seconds whose
-    accuracies mean nothing. `pmlf report` makes a page of the results.
+    Skips runs whose folder or record has a result, and resumes interrupted ones. A run that fails does not stop the
+    others. Profiles: paper is the paper's setting (for GPUs), cpu a reduced setting, the same for every method, smoke a
+    test of a few seconds whose accuracies mean nothing. `pmlf report` makes a page of the results.
     """
 
     artifacts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[ARTIFACT ...]")] = ()

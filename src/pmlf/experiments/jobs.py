@@ -6,21 +6,26 @@ import fcntl
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pmlf import machine
 from pmlf.basics.files import write_json
 from pmlf.experiments.results import SilentObserver
-from pmlf.experiments.spec import RunSpec
+from pmlf.experiments.spec import GROUPS, RunSpec
 
 RESULT = "result.json"
 MACHINE = "machine.json"  # the machine of the run
 CERTIFICATE = "certificate.json"
 PROGRESS_SECONDS = 0.5  # least time between two reports of progress
-_ALWAYS_IN_KEY = ("method", "dataset", "model", "lr", "optimizer", "batch_size", "clip_norm", "clipping", "seed")
+# A key always names these. Anything else is left out at its default, so that a new option changes no earlier key.
+_ALWAYS_IN_KEY = (
+    *("method", "dataset", "model", "lr", "optimizer", "batch_size", "clip_norm", "clipping", "seed"),
+    *("k", "beta", "a", "b", "gamma", "outer_momentum", "kappa"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +71,13 @@ def run_key(spec: RunSpec) -> str:
     True
     """
     defaults = asdict(RunSpec())
-    hashed = {name: value for name, value in asdict(spec).items() if name in _ALWAYS_IN_KEY or value != defaults[name]}
+    hashed = _named(asdict(spec), defaults)
+    hashed |= {group: _named(hashed[group], defaults[group]) for group in GROUPS if group in hashed}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _named(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in _ALWAYS_IN_KEY or value != defaults[name]}
 
 
 def job(spec: RunSpec, runs: Path, *, data_dir: Path | None = None, threads: int | None = None) -> Job:

@@ -100,6 +100,8 @@ class RecordKeeper:
 def reproduce(plan: ReproductionPlan, execute: Executor, listener: JobListener) -> list[str]:
     """Run all jobs of a plan that are not complete, and write the record, also after an error.
 
+    A run is complete if its folder or the record has its result.
+
     Args:
         plan: What to run.
         execute: How to run it: see `executors`.
@@ -109,15 +111,16 @@ def reproduce(plan: ReproductionPlan, execute: Executor, listener: JobListener) 
         One line for each job that failed.
     """
     keeper = RecordKeeper(plan=plan, listener=listener)
+    known = _Before.read(plan.record_path).runs
     try:
         if plan.protocol == "tuned":
-            _execute(plan, [trial for cell in plan.cells for trial in cell.trials()], execute, keeper)
+            _execute(plan, [trial for cell in plan.cells for trial in cell.trials()], known, execute, keeper)
         specs = []
         for panel in plan.artifact.panels[plan.profile]:
-            runs = [_final(plan, cell, plan.seeds_of(cell), {}) for cell in plan.cells if cell.panel is panel]
+            runs = [_final(plan, cell, plan.seeds_of(cell), known) for cell in plan.cells if cell.panel is panel]
             # one seed of all variants before the next seed, so that partial results can be compared
             specs += [spec for of_a_seed in zip_longest(*runs) for spec in of_a_seed if spec is not None]
-        _execute(plan, specs, execute, keeper)
+        _execute(plan, specs, known, execute, keeper)
     finally:
         write_record(plan)
     return list(keeper.errors.values())
@@ -263,10 +266,12 @@ def _lines(record: Mapping[str, Any]) -> str:
     return "{" + ",\n".join(head) + f',\n"cells": [\n{cells}\n]}}\n'
 
 
-def _execute(plan: ReproductionPlan, specs: Sequence[RunSpec], execute: Executor, keeper: RecordKeeper) -> None:
+def _execute(
+    plan: ReproductionPlan, specs: Sequence[RunSpec], known: RunsByKey, execute: Executor, keeper: RecordKeeper
+) -> None:
     """Run the specs that are not complete, each once."""
     jobs = {job.key: job for job in map(plan.job, specs)}
-    left = [job for job in jobs.values() if not _complete(job)]
+    left = [job for job in jobs.values() if job.key not in known and not _complete(job)]
     keeper.expected(len(left))
     execute([replace(job, spec=with_stand_ins(job.spec, (plan.out / RUNS).absolute())) for job in left], keeper)
 
