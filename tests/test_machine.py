@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -60,6 +61,17 @@ def test_freed_memory_is_kept_for_the_next_step() -> None:
 def test_a_process_that_waits_returns_what_it_has_kept() -> None:
     kept, returned = _numbers(_RETURNED)
     assert kept - returned > 0.9 * 256 * 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are bound to cores on Linux only")
+def test_cores_are_those_that_the_process_may_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert machine.cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert machine.cores() == len(allowed)
 
 
 def test_description_names_processor_cores_and_versions() -> None:

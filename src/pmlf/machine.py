@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import sys
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -38,6 +39,13 @@ def return_freed_memory() -> None:
     libc = _libc()
     if libc is not None and hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def cores() -> int:
+    """The number of processor cores that this process may use: fewer than there are in a container or under taskset."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def describe(*packages: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class BenchSettings:
         """A checked copy with all defaults filled in. Raises ValueError if a value is not valid."""
         require_count("rounds", self.rounds, "it is the number of measurements of each contender")
         require_positive("batch_scale", self.batch_scale, "it is a factor on all batch sizes")
-        threads = self.threads if self.threads is not None else os.cpu_count() or 1
+        threads = self.threads if self.threads is not None else machine.cores()
         require_count("threads", threads, "it is the number of threads of each process")
         if self.clock == "cpu" and threads != 1:
             raise ValueError(f"clock='cpu' adds up the time of all threads={threads}: give threads=1 with it")

@@ -11,6 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from pmlf import machine
 from pmlf.parallel.failure import RankFailed
 
 _ATTEMPTS = 4  # Ray gives its own node 30 seconds: too few on a busy machine, until its files are in memory
@@ -90,7 +91,7 @@ def _start(ray: Any, workers: int, folder: Path) -> None:
         try:
             ray.init(
                 address="local",
-                num_cpus=max(workers, os.cpu_count() or 1),
+                num_cpus=max(workers, machine.cores()),
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 log_to_driver=False,

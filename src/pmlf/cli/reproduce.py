@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from pmlf import machine
 from pmlf.basics.arguments import require_count
 from pmlf.cli.common import Command, say
 from pmlf.experiments.spec import shown_default
@@ -112,7 +112,7 @@ class Reproduce(Command):
             runs = {name: sum(cell.panel.seeds for cell in one.cells(name)) for name in artifacts.PROFILES}
             rows.append({"name": one.name, "title": one.title, "runs": runs})
             table.add_row(one.name, one.title, *map(str, runs.values()))
-        cores = os.cpu_count()
+        cores = machine.cores()
         self.show(
             {"artifacts": rows, "profiles": artifacts.PROFILES, "protocols": artifacts.PROTOCOLS},
             table,

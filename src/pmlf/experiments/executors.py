@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
+from pmlf import machine
 from pmlf.basics.arguments import require_count
 from pmlf.experiments.jobs import Job, JobProgress, run_job
 
@@ -46,7 +46,7 @@ def executor(name: str, jobs: int) -> Executor:
     require_count("jobs", jobs, "it is the number of runs at a time")
     if name not in EXECUTORS:
         raise ValueError(f"executor={name!r} is not known: give one of {', '.join(EXECUTORS)}")
-    threads = max(1, (os.cpu_count() or 1) // jobs)
+    threads = max(1, machine.cores() // jobs)
     if name == "ray":
         return lambda todo, listener: on_ray(_threaded(todo, threads), listener)
     if jobs == 1:
