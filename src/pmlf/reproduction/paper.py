@@ -18,6 +18,7 @@ from pmlf.reproduction.artifacts import Artifact, Panel, Variant
 PAPER_RATE = 0.5
 
 _SMALL = "fashion-mnist-small"
+SHAPED_LABEL = "DP-PMLF (shaped noise)"  # the row that the paper does not have
 _SHAPED = "dp-pmlf-shaped"
 
 RECORDS = {
@@ -57,7 +58,7 @@ def _shaped(dataset: str) -> Variant:
     """DP-PMLF with shaped noise, which the paper does not have: a row of ours. Four bands suit epsilons from 1 to 4."""
     bands = 2 if dataset == _SMALL else 4  # the 16 records of a smoke trial are two batches
     options = replace(_filter(dataset), bands=bands)
-    return Variant(label="DP-PMLF (shaped noise)", method=_SHAPED, options=options)
+    return Variant(label=SHAPED_LABEL, method=_SHAPED, options=options)
 
 
 def methods(dataset: str, *names: str) -> tuple[Variant, ...]:

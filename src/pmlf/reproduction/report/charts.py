@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pmlf.reproduction.paper import SHAPED_LABEL
 from pmlf.reproduction.report.summary import CellResult, Place, Record, claimed, named
 
 ChartPoint = tuple[float, float, float, float]  # x, y, lowest y, highest y
 # a method always has the same colour; other variants take colours in order
-_SHAPED = "DP-PMLF (shaped noise)"
 _COLOURS = {
     "DP-PMLF": 0,
     "LP-DPSGD": 1,
@@ -18,7 +18,7 @@ _COLOURS = {
     "DPSGD": 7,
     "DP-PMLF (w/o PM)": 1,
     "DP-PMLF (w/o LF)": 3,
-    _SHAPED: 4,
+    SHAPED_LABEL: 4,
 }
 
 

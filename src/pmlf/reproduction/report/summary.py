@@ -184,6 +184,14 @@ class Record:
                     if found is not None:
                         yield found
 
+    def gains_of_shaped_noise(self) -> Iterator[Difference]:
+        """The differences between the row with shaped noise, which is no claim of the paper, and the other rows."""
+        for place in self.places:
+            cells = self.at(place)
+            shaped = next((cell for cell in cells if cell.variant == paper.SHAPED_LABEL), None)
+            found = (difference(shaped, cell) for cell in cells if cell is not shaped)
+            yield from (one for one in found if one is not None)
+
 
 def difference(above: CellResult | None, below: CellResult | None) -> Difference | None:
     """The difference of two cells, paired over common seeds; None if there are none."""
