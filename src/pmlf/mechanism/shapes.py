@@ -26,6 +26,7 @@ Floats = NDArray[np.float64]
 
 MOST_BANDS = 64
 _STABILITY_MARGIN = 1e-6
+_SMALLEST_FIRST = 1e-100  # the norm of numbers below 1e-308 is rounded, perhaps to less than it is
 MOST_DENSE_STEPS = 2000  # a matrix of this size takes 32 MB
 
 
@@ -56,8 +57,10 @@ class NoiseShape:
         while len(given) > 1 and given[-1] == 0:
             given = given[:-1]
         require_count("bands", len(given), "it is the number of coefficients of a noise shape", most=MOST_BANDS)
-        if not given[0] > 0:
-            raise ValueError(f"coefficients={given!r} begin with {given[0]}: the first must be positive")
+        if not given[0] >= _SMALLEST_FIRST:
+            raise ValueError(
+                f"coefficients={given!r} begin with {given[0]}: the first must be positive, {_SMALLEST_FIRST:g} or more"
+            )
         norm = math.hypot(*given)
         if abs(norm - 1) > 1e-12:  # dividing again would change the last digits of a stored shape
             given = tuple(float(value) / norm for value in given)
