@@ -299,6 +299,7 @@ class PrivateStep:
         if total is None:  # an empty batch is a step like any other
             total = self._clipper.nothing(dict(zip(named, parameters, strict=True)))
         values = [total.values[name] for name in self._plan.parameters]
+        dtypes = [torch.promote_types(parameter.dtype, torch.float32) for parameter in parameters]
         noise, hardened = self._randomness.stream("noise", self._releases), self._settings.secure_noise
         std = self._settings.sum_multiplier * total.sensitivity
 
@@ -310,10 +311,8 @@ class PrivateStep:
         if self._settings.cycle == 1:
             self._holding.add_up(values, add_noise, hardened=hardened)
         else:
-            self._noise.add_(values, std, release=self._releases, hardened=hardened)
-        values = [
-            value.to(torch.promote_types(p.dtype, torch.float32)) for value, p in zip(values, parameters, strict=True)
-        ]
+            self._noise.add_(values, std, release=self._releases, hardened=hardened, wide=torch.float64 in dtypes)
+        values = [value.to(dtype) for value, dtype in zip(values, dtypes, strict=True)]
         self._history.remember(parameters)
         filtered = self._filter.apply(values, scale=1 / self._settings.expected_batch_size)
         for parameter in anatomy.parameters.values():

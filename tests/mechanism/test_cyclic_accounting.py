@@ -49,6 +49,17 @@ def test_delta_inverts_epsilon() -> None:
     assert accounting.delta(**mechanism, epsilon=at) == pytest.approx(1e-5, rel=1e-2)  # type: ignore[arg-type]
 
 
+def test_draws_that_are_cut_are_not_accounted_for_in_groups() -> None:
+    """A record is in its group's draws with probability bq, so they are cut more often than a draw of all records."""
+    mechanism = {"sample_rate": 0.02, "steps": 100, "bands": 4, "overflow": 1e-12}
+    with pytest.raises(ValueError, match="leave one out"):
+        accounting.epsilon(**mechanism, noise_multiplier=1.2, delta=1e-5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="leave one out"):
+        accounting.delta(**mechanism, noise_multiplier=1.2, epsilon=1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="leave one out"):
+        accounting.noise_multiplier(**mechanism, target_epsilon=4.0, target_delta=1e-5)  # type: ignore[arg-type]
+
+
 def test_groups_of_the_whole_dataset_are_full_batches() -> None:
     assert cyclic(1 / 3, 10, 3) == (1.0, 4)
     with pytest.raises(ValueError, match=r"bands=4 at a sampling rate of 0\.3333 needs"):

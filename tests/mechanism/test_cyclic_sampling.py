@@ -81,6 +81,15 @@ def test_a_draw_of_the_same_groups_is_kept_when_a_state_is_loaded() -> None:
     assert [chunk.tolist() for chunk in batches.draw(4)] == before
 
 
+def test_batches_drawn_ahead_from_other_groups_are_not_issued() -> None:
+    first, second = sampler(), sampler()
+    batches = second.batches(0, 4)
+    next(batches)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(RuntimeError, match="call batches again"):
+        next(batches)
+
+
 def test_seeded_groups_follow_from_the_seed_and_store_no_key() -> None:
     first, second = (sampler(randomness=SeededRandomness(5)) for _ in range(2))
     assert first.state_dict() == {"groups": None}

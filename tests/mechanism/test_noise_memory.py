@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 
 import numpy as np
@@ -96,6 +97,14 @@ def test_a_copy_has_no_noise_of_the_original(duplicate, randomness: Randomness) 
     memory = NoiseMemory(SHAPE, randomness)
     released(memory, range(5))
     assert memory.vectors == 3 and duplicate(memory).vectors == 0
+
+
+def test_a_forked_process_starts_with_an_empty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = NoiseMemory(SHAPE, Recorded())
+    released(memory, range(7))
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # parent and child would both take back the noise of release 6
+    block = linalg.solve_triangular(SHAPE.matrix(5), white(9, 12)[7:], lower=True)
+    np.testing.assert_allclose(released(memory, range(7, 12)), block, atol=1e-5)
 
 
 def test_no_noise_keeps_no_memory() -> None:

@@ -56,8 +56,10 @@ def test_a_stored_shape_is_read_back_to_the_last_digit() -> None:
         ((math.nan,), "not finite numbers"),
         ((True, 0.5), "not finite numbers"),
         ((0.0, 1.0), "the first must be positive"),
+        ((1.5e-323, 5e-324), "the first must be positive"),  # their norm is rounded down, and columns would be longer
         ((1.0, -1.0), "an inverse that grows"),
         ((1.0, 1.5), "an inverse that grows"),
+        (tuple(np.poly([0.95] * 8).tolist()), "float32 would round"),  # noise of 1e17: a step's own noise is lost
         ((1.0,) + (0.01,) * 64, "more than 64"),
     ],
 )

@@ -100,6 +100,12 @@ def test_a_run_states_its_adjacency_and_holds(tmp_path: Path) -> None:
         examined(sealed(without))
 
 
+def test_a_run_whose_draws_are_never_cut_does_not_cut_those_of_one_record_more_either() -> None:
+    """It is accounted for records that are added or removed, and a cut to n of n + 1 moves the sum by up to 2 C."""
+    run = private(largest_batch=120, batch_size=120, noise_multiplier=5.0, target_epsilon=None)
+    assert run.largest_batch is None and run.certificate()["adjacency"].startswith("add or remove one record")
+
+
 @pytest.mark.slow
 def test_a_seeded_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     whole = finish(private(seed=1, largest_batch=100))

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import pmlf
-from pmlf import Ledger, PrivateRun, accounting, checkpoint, methods
+from pmlf import Ledger, PrivateRun, accounting, checkpoint, methods, shapes
 from pmlf.evidence import ledger as ledgers
 from pmlf.evidence.certificate import examined, sealed
 from pmlf.evidence.certificate_page import page
+from pmlf.filters import LowPass
 
 RECORDS, BATCH, BANDS, STEPS = 60, 6, 4, 14
 INPUTS = torch.randn(RECORDS, 3, generator=torch.Generator().manual_seed(0))
@@ -168,6 +169,17 @@ def test_no_state_contains_noise(seed: int | None) -> None:
     assert len(secret) == 2 * (BANDS - 1)
     for tensor in tensors_in(run.state_dict()):
         assert not any(tensor.shape == other.shape and torch.allclose(tensor, other) for other in secret)
+
+
+def test_the_noise_of_a_float64_model_has_the_digits_of_float64() -> None:
+    model = nn.Linear(50, 2, dtype=torch.float64)
+    method = methods.Method(name="shaped", points=methods.dpsgd().points, low_pass=LowPass(), noise=shapes.banded(4))
+    mechanism = {"noise_multiplier": 1.0, "expected_batch_size": 1.0}
+    step = pmlf.PrivateStep(model, losses, method=method, cycle=4, **mechanism)  # type: ignore[arg-type]
+    for _ in range(6):  # of empty batches: noise with float32's digits would show any sum that it is added to
+        step.release()
+        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])  # type: ignore[union-attr]
+        assert (gradient.float().double() == gradient).sum() <= 1
 
 
 # --- sensitivity through the whole stream

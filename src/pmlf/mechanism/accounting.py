@@ -84,7 +84,7 @@ def epsilon(
     """
     check_mechanism(noise_multiplier, sample_rate, steps, accountant)
     check_delta("delta", delta, accountant)
-    check_overflow(overflow)
+    check_overflow(overflow, bands)
     rate, events = cyclic(float(sample_rate), int(steps), bands)
     return _epsilon(float(noise_multiplier), rate, events, float(delta), accountant, float(overflow))
 
@@ -235,7 +235,7 @@ def delta(
     check_mechanism(noise_multiplier, sample_rate, steps, accountant)
     if not (is_number(epsilon) and 0 <= epsilon < math.inf):
         raise ValueError(f"epsilon={epsilon} is not a privacy loss: give a finite number of at least 0.")
-    check_overflow(overflow)
+    check_overflow(overflow, bands)
     if steps == 0:
         return 0.0
     z, rate, count = _fewest_steps(float(noise_multiplier), *cyclic(float(sample_rate), int(steps), bands))
@@ -303,7 +303,7 @@ def noise_multiplier(
             "noise would be needed: give a much smaller one."
         )
     target, delta = float(target_epsilon), float(target_delta)
-    check_overflow(overflow)
+    check_overflow(overflow, bands)
     if events * overflow * (1.0 + math.exp(min(target, 700.0))) > MOST_FOR_TRUNCATION * delta:
         raise ValueError(
             f"overflow={overflow:.3g} in each of {events} steps cuts batches too often for target_epsilon="

@@ -96,16 +96,21 @@ def check_mechanism(noise_multiplier: float, sample_rate: float, steps: int, acc
         raise ValueError(f"steps={steps} is not a number of steps: give an integer from 0 to {MOST}.")
 
 
-def check_overflow(overflow: float) -> None:
+def check_overflow(overflow: float, bands: int) -> None:
     """Check the chance that a draw is cut.
 
     Raises:
-        ValueError: it is not a probability.
+        ValueError: it is not a probability, or draws from groups of records are cut.
     """
     if not (is_number(overflow) and 0 <= overflow < 1):
         raise ValueError(
             f"overflow={overflow} is not in [0, 1): it is the chance that a draw is larger than the largest batch, "
             "from pmlf.accounting.overflow"
+        )
+    if overflow and bands > 1:
+        raise ValueError(
+            f"overflow={overflow} with bands={bands}: the chance of a cut is that of draws from all records; leave one "
+            "out"
         )
 
 

@@ -168,13 +168,16 @@ class PoissonBatches:
         """The logical batches of steps `first` to `steps` - 1. Asking for the next one marks the last as passed.
 
         Args:
-            first: The first step, counted from 0.
+            first: The first step, counted from 0 through the whole run: with a cycle the step says whose turn it is.
             steps: The step to stop before.
 
         Yields:
             One logical batch per step, also for an empty draw.
+
+        Raises:
+            RuntimeError: The groups of another state were loaded, and some of these batches may be drawn already.
         """
-        draws = _Draws(self, first, steps)
+        draws, groups = _Draws(self, first, steps), self._groups
         loader: DataLoader[Any] = DataLoader(
             cast(Dataset[Any], self._records),
             batch_sampler=draws,
@@ -184,6 +187,8 @@ class PoissonBatches:
         )
         loaded = (to_device(micro_batch, self._device) for micro_batch in loader)
         for step in range(first, steps):
+            if self._groups is not groups:
+                raise RuntimeError("the groups of another state were loaded: call batches again")
             batch = LogicalBatch(step, draws.chunks_of(step), loaded)
             yield batch
             for _ in batch._load():  # skip micro-batches that the caller did not read

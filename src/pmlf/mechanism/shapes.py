@@ -26,6 +26,8 @@ Floats = NDArray[np.float64]
 
 MOST_BANDS = 64
 _STABILITY_MARGIN = 1e-6
+_SMALLEST_FIRST = 1e-100  # the norm of numbers below 1e-308 is rounded, perhaps to less than it is
+_MOST_GROWTH = 1e3  # float32 then rounds to a thousandth of what a step adds; the shapes of `banded` are below 10
 MOST_DENSE_STEPS = 2000  # a matrix of this size takes 32 MB
 
 
@@ -41,7 +43,8 @@ class NoiseShape:
         coefficients: c_0, c_1, ..., c_{b-1}.
 
     Raises:
-        ValueError: The inverse would grow without bound, or a coefficient is not a finite number.
+        ValueError: The inverse would grow without bound, or so far that float32 would round the noise of a single step
+            away, or a coefficient is not a finite number.
 
     >>> NoiseShape((4.0, 3.0)).coefficients
     (0.8, 0.6)
@@ -56,8 +59,10 @@ class NoiseShape:
         while len(given) > 1 and given[-1] == 0:
             given = given[:-1]
         require_count("bands", len(given), "it is the number of coefficients of a noise shape", most=MOST_BANDS)
-        if not given[0] > 0:
-            raise ValueError(f"coefficients={given!r} begin with {given[0]}: the first must be positive")
+        if not given[0] >= _SMALLEST_FIRST:
+            raise ValueError(
+                f"coefficients={given!r} begin with {given[0]}: the first must be positive, {_SMALLEST_FIRST:g} or more"
+            )
         norm = math.hypot(*given)
         if abs(norm - 1) > 1e-12:  # dividing again would change the last digits of a stored shape
             given = tuple(float(value) / norm for value in given)
@@ -67,6 +72,11 @@ class NoiseShape:
             raise ValueError(
                 f"coefficients={self.coefficients} have an inverse that grows: c_0 x^(b-1) + c_1 x^(b-2) + ... has a "
                 f"root of absolute value {largest:.6g}, and all must be below 1. Use pmlf.shapes.banded"
+            )
+        if (growth := _growth(self.coefficients)) > _MOST_GROWTH:
+            raise ValueError(
+                f"coefficients={self.coefficients} make noise {growth:.3g} times as large as what a step adds to it, "
+                f"and float32 would round that away: at most {_MOST_GROWTH:g} is allowed. Use pmlf.shapes.banded"
             )
 
     @classmethod
@@ -126,3 +136,18 @@ class NoiseShape:
         require_count("points", points, "it is the number of frequencies", least=2, most=10**7)
         frequencies, response = signal.freqz([1.0], self.coefficients, worN=points, fs=1.0, include_nyquist=True)
         return frequencies, np.abs(response) ** 2
+
+
+def _growth(coefficients: Sequence[float]) -> float:
+    """c_0 (sum_k r_k^2)^(1/2): the standard deviation of the noise over that of what its own step adds to it.
+
+    By the Levinson-Durbin recursion backwards: the product of (1 - k^2)^(-1/2) over the reflection coefficients k.
+    """
+    rest, square = np.asarray(coefficients) / coefficients[0], 1.0
+    while len(rest) > 1:
+        reflection = float(rest[-1])
+        if abs(reflection) >= 1:  # rounded: all roots are inside the unit circle
+            return math.inf
+        square /= 1 - reflection**2
+        rest = ((rest - reflection * rest[::-1]) / (1 - reflection**2))[:-1]
+    return math.sqrt(square)

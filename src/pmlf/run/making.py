@@ -222,7 +222,7 @@ def make_private(
         rank=processes.rank,
         ranks=processes.size,
         cycle=bands,
-        largest_batch=largest_batch,
+        largest_batch=largest_batch if cut else None,  # accounted for as whole draws, whatever the number of records
         units=whole,
     )
     average = _average(ema, private_step)
