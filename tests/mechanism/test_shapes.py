@@ -119,6 +119,13 @@ def test_one_long_band_fit_is_near_the_square_root_of_the_prefix_sums() -> None:
     assert 0.95 * error(root, load) < error(banded(64, workload=load), load) <= error(root, load)
 
 
+@pytest.mark.parametrize("rates", [(), (1.0,) * 5])
+def test_bands_beyond_the_last_step_change_nothing_but_the_norm(rates: tuple[float, ...]) -> None:
+    load = Workload(steps=5, rates=rates)
+    fitted = banded(8, workload=load)
+    assert error(fitted, load) <= error(banded(4, workload=load), load)
+
+
 @pytest.mark.slow
 def test_the_best_number_of_bands_grows_with_epsilon_and_never_adds_noise() -> None:
     chosen = [best(records=5000, batch_size=100, steps=100, epsilon=e, delta=1e-5) for e in (0.5, 8.0)]

@@ -61,6 +61,10 @@ def weights(run: PrivateRun) -> Tensor:
 # --- what is spent
 
 
+def test_a_run_says_that_it_draws_from_groups_in_turn() -> None:
+    assert "Poisson from 4 groups in turn, 6 of 60 records expected" in repr(start())
+
+
 @pytest.mark.slow
 def test_a_run_is_accounted_for_by_the_steps_that_a_record_can_be_in() -> None:
     run = go(start())

@@ -175,7 +175,7 @@ class _Objective:
             value += self._power(noise)
             twice = signal.lfilter([1.0], c, noise)  # d noise / d c_r = -twice, r steps later
             weighted = self._weights * noise
-            slope -= 2 * np.array([weighted[r:] @ twice[: self._steps - r] for r in range(len(c))])
+            slope -= 2 * np.array([weighted[r:] @ twice[: max(0, self._steps - r)] for r in range(len(c))])
         return value, slope
 
     def _dense(self, c: Floats) -> tuple[float, Floats]:

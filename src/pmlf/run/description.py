@@ -24,6 +24,7 @@ def run_facts(run: PrivateRun) -> Facts:
     if run.scheduler is not None:
         optimizer += f", {type(run.scheduler).__name__} after every {run.scheduler_interval}"
     trained = sum(parameter.numel() for parameter in run.private_step.trained)
+    drawn = "Poisson" if settings.cycle == 1 else f"Poisson from {settings.cycle} groups in turn"
     return [
         ("method", settings.method.name),
         ("steps", f"{run.steps_done} of {run.steps} done, {epochs.count} epoch{'s' * (epochs.count != 1)}"),
@@ -35,7 +36,7 @@ def run_facts(run: PrivateRun) -> Facts:
         ),
         (
             "batches",
-            f"Poisson, {settings.expected_batch_size:g} of {epochs.records} {'units' * settings.units or 'records'} "
+            f"{drawn}, {settings.expected_batch_size:g} of {epochs.records} {'units' * settings.units or 'records'} "
             f"expected, at most {run.max_physical_batch_size} records in memory",
         ),
         ("model", f"{type(run.model).__name__}, {trained:,} trained parameters"),

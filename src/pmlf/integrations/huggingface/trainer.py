@@ -337,7 +337,7 @@ class PrivateTrainer(Trainer):
         return TrainOutput(self.state.global_step, math.nan, metrics)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """The state of the run, in place of the optimizer's alone: released values only."""
+        """The state of the run, in place of the optimizer's alone: `PrivateRun.state_dict`."""
         assert self.private_run is not None
         if self.args.should_save:
             checkpoint.save(Path(output_dir) / STATE_FILE, self.private_run.state_dict())
