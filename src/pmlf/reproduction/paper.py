@@ -246,8 +246,8 @@ ARTIFACTS = (
                 _cpu("cifar10", "cnn5", [1.0], methods("cifar10", "dpsgd", "inner-outer", _SHAPED)),
             ),
             "smoke": (
-                _smoke("cnn5", [8.0], methods(_SMALL, "dpsgd", "lp-dpsgd", _SHAPED)),
-                _smoke("cnn5", [1.0], methods(_SMALL, "dpsgd", "inner-outer", _SHAPED)),
+                _smoke("linear", [8.0], methods(_SMALL, "dpsgd", "lp-dpsgd", _SHAPED)),
+                _smoke("linear", [1.0], methods(_SMALL, "dpsgd", "inner-outer", _SHAPED)),
             ),
         },
     ),
