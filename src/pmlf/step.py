@@ -73,8 +73,8 @@ class PrivateStep:
         augmentation: A random change to each sample.
         secure_noise: Whether noise is hardened against floating-point attacks.
         cycle: The `cycle` of the sampler that draws the batches. Noise of b bands needs cycle=b.
-        gradients: "ghost" takes per-sample gradients layer by layer. "vmap" runs every sample as a batch of one, all at
-            once by `torch.func`. "one-by-one" runs one sample after the other: slow, for models that the others refuse.
+        gradients: "ghost" takes per-sample gradients at layers and operations. "vmap" maps the model over samples by
+            `torch.func`. "one-by-one" runs one sample after the other: slow, for models that the others refuse.
         assume_independent_samples: Whether to skip the proof and the watch that samples do not influence each other.
         strategy: How norms and sums are computed. By default the cheapest way.
         units: Whether the sum is over units of several records: `accumulate` then takes the unit of each record.

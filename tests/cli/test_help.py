@@ -52,6 +52,7 @@ def test_a_narrow_terminal_shows_every_word(
     explained = [line for line in text.splitlines() if line.startswith("    ")]
     assert explained and all(len(line) <= 45 or len(line.split()) == 1 for line in explained)  # a word stays whole
     assert [line.strip() for line in examples.splitlines()] == list(EXAMPLES[name])
+    assert "%%" not in text and "(default: )" not in text and "(default: None)" not in text
 
 
 @pytest.mark.parametrize("name", ["train", "compare", "tune"])

@@ -91,6 +91,25 @@ def batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Any:
+        return 2 * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return 2 * grad
+
+
+class Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 2))
+
+    def forward(self, x: Any) -> Any:
+        return x @ Doubled.apply(self.weight)
+
+
 # a call in Python, and what its error says
 WRITTEN: dict[str, tuple[Callable[[], Any], str]] = {
     "a DataFrame": (lambda: private(dataset=frame()), "indexed by column and not by record: give torch.utils.data"),
@@ -121,6 +140,12 @@ WRITTEN: dict[str, tuple[Callable[[], Any], str]] = {
     "both budgets": (lambda: private(noise_multiplier=1.0), "give target_epsilon or noise_multiplier, one of the two"),
     "a seed in words": (lambda: private(seed="zero"), "None gives cryptographic noise"),
     "an unknown method": (lambda: private(method="dp-sgd"), "Did you mean 'dpsgd'?"),
+    "the path of a ledger": (lambda: private(ledger="patients.ledger"), "give pmlf.Ledger(path, dataset='...')"),
+    "too few ids": (lambda: private(units=[1, 2, 3]), "units has 3 ids for 120 records: give one id per record"),
+    "weights behind a function": (
+        lambda: next(iter(_steps(private(Hidden())))),
+        'your own autograd.Function, give gradients="one-by-one"',
+    ),
 }
 
 

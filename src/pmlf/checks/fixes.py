@@ -33,6 +33,12 @@ def fix_model(model: nn.Module) -> nn.Module:
     Spectral normalisation keeps its start vectors and iterates from them in every pass, writing nothing.
     Only layers of exactly these types are replaced, with their hooks: what a subclass adds cannot be carried over.
 
+    Args:
+        model: The model. It stays as it is.
+
+    Returns:
+        The copy.
+
     Raises:
         ValueError: If a layer is a BatchNorm or MultiheadAttention of a subclass, or cannot be replaced otherwise.
 

@@ -45,7 +45,7 @@ class LayerCost:
 class Checked:
     """What `check` measured; it raises where something does not hold. `str()` is a readable page.
 
-    The numbers are computed from the batch without noise: on private records they are for their holder's eyes.
+    The numbers are computed from the batch without noise. Do not show those of private records to anybody.
     """
 
     samples: int
@@ -113,8 +113,26 @@ def check(
     Verified: every layer can be private; `loss_fn` gives one loss a sample; a sample's gradient does not depend on the
     others; norms and clipped sum from the layers' factors agree with plain autograd, one sample at a time; leaving a
     sample out moves the sum by at most the clip norm. In eval mode, and in training mode too where that differs and is
-    not random. The error never quotes values computed from the batch; the report does. `gradients` are taken as by
-    `PrivateStep`.
+    not random.
+
+    Args:
+        model: The model to train.
+        loss_fn: A function of (model, batch) that returns one loss per sample, or a criterion of `torch.nn`.
+        batch: A few samples, better three or more. Give public or synthetic ones: the report shows numbers computed
+            from them without noise. An error never quotes such numbers.
+        method: A method of `pmlf.methods`, or the name of a preset.
+        clip_norm: The clip norm C.
+        gradients: How per-sample gradients are computed, as in `PrivateStep`.
+
+    Returns:
+        What was measured. Print it.
+
+    Raises:
+        ValueError: The model or the loss cannot be private. The error says what to change.
+
+    >>> report = check(nn.Linear(3, 1), lambda model, batch: model(batch).square().sum(1), torch.randn(4, 3))
+    >>> report.samples, report.independence
+    (4, 'proven: no data flow between samples on the executed path')
     """
     require_known(gradients)
     refuse_unsafe_model(model, gradients)

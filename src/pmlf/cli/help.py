@@ -169,7 +169,10 @@ def _shown(action: argparse.Action) -> str:
 
 
 def _lines(action: argparse.Action, width: int) -> list[str]:
-    return _columns(f"  {_shown(action)}", " ".join((action.help or "").split()), width, left=_LEFT)
+    text = " ".join((action.help or "").split())
+    for written, meant in ((" (default: )", ""), ("(default: None)", "(default: none)"), ("%%", "%")):  # of argparse
+        text = text.replace(written, meant)
+    return _columns(f"  {_shown(action)}", text, width, left=_LEFT)
 
 
 def _columns(name: str, text: str, width: int, *, left: int) -> list[str]:

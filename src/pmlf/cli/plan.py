@@ -55,7 +55,9 @@ class Planning(Command):
     parameters: Annotated[int | None, shown_default("those of --model")] = None
     """Number of trainable parameters of another model. Nothing is timed then."""
 
-    batch_sizes: Annotated[tuple[int, ...] | None, shown_default("0.5, 1, 2, 4 and 8 % of the records")] = None
+    batch_sizes: Annotated[
+        tuple[int, ...] | None, shown_default("0.5, 1, 2, 4 and 8 % of the records", "INT [INT ...]")
+    ] = None
     """Expected batch sizes to compare."""
 
     epochs: tuple[float, ...] = (5, 15, 45)

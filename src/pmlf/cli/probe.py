@@ -43,7 +43,7 @@ class ProbeCommand(Command):
     head: str = "softmax"
     """softmax, sigmoid (two classes) or least-squares (numbers, with --target-range)."""
 
-    target_range: Annotated[tuple[float, float] | None, shown_default("none")] = None
+    target_range: Annotated[tuple[float, float] | None, shown_default("none", "LOW HIGH")] = None
     """least-squares: the smallest and the largest possible target. Targets outside are clipped."""
 
     epsilon: float = 1.0

@@ -70,8 +70,8 @@ class Train(TrainingCommand):
     """
 
     method: str = "dp-pmlf"
-    """dp-pmlf, lp-dpsgd, dpsgd, inner-outer, disk, or for ablations dp-pmlf-without-pm (no per-sample momentum) and
-    dp-pmlf-without-lf (no low-pass filter)."""
+    """dp-pmlf, lp-dpsgd, dpsgd, inner-outer or disk; dp-pmlf-shaped or lp-dpsgd-shaped (shaped noise, as with --bands);
+    for ablations dp-pmlf-without-pm (no per-sample momentum) or dp-pmlf-without-lf (no low-pass filter)."""
 
     resume: Annotated[Path | None, shown_default("none, a new run", "RUN_DIR")] = None
     """Resume the run in this folder. The folder holds all its settings except --data-dir.

@@ -66,7 +66,8 @@ class Tune(Command):
     """Fraction of a trial's records on which it is scored. They are not protected."""
 
     final_holdout: Annotated[float | None, shown_default("none, the test split")] = None
-    """Evaluate the final run on this fraction of its records. Not accounted, where the best trial is the result."""
+    """Evaluate the final run on this fraction of its records. Not in the
+    mode accounted, whose result is the best trial."""
 
     jobs: int = 1
     """Number of trials at a time. They share the cores."""

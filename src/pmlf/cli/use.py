@@ -84,7 +84,7 @@ class Evaluate(Command):
     """A dataset named or laid out as in `pmlf train`. A single table is evaluated as a whole, and so is a file of
     features; but of the table that the run was trained on only the records that it held out."""
 
-    split: Annotated[str | None, shown_default("test; validation for sst2, qnli and qqp")] = None
+    split: Annotated[str | None, shown_default("test; the first validation split for sst2, qnli, qqp and mnli")] = None
     """The split to evaluate on."""
 
     label_column: Annotated[str | None, shown_default("that of the run, else label")] = None
@@ -131,7 +131,7 @@ class Export(Command):
     """
 
     run: _RunFolder
-    """Folder of a run of `pmlf train`."""
+    """Folder of a run of `pmlf train` or `pmlf probe`."""
 
     format: Literal["onnx", "torch-export", "hub"] = "hub"
     """onnx, torch-export or hub. onnx needs `pip install 'dp-pmlf[onnx]'`."""

@@ -81,7 +81,8 @@ class PrivateStrategy(SingleDeviceStrategy):
     The module is in manual optimization from then on (`module.automatic_optimization` is False).
 
     Args:
-        target_epsilon: As in `pmlf.make_private`, and so are the other arguments that have a name of its.
+        target_epsilon: The epsilon that the run must not pass. Give this or `noise_multiplier`. This argument and the
+            others have the meaning that they have in `pmlf.make_private`.
         target_delta: The delta of the guarantee.
         noise_multiplier: The noise multiplier, in place of `target_epsilon`.
         method: A method from `pmlf.methods`, or the name of a preset.

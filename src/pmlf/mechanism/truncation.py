@@ -53,6 +53,16 @@ def overflow(*, records: int, batch_size: float, largest_batch: int) -> float:
 def smallest_batch_bound(*, records: int, batch_size: float, steps: int, epsilon: float, delta: float) -> int:
     """The smallest M for which truncation costs at most a thousandth of delta, over T steps at epsilon.
 
+    Args:
+        records: n, the number of records.
+        batch_size: B, the expected number of records in a draw.
+        steps: T, the number of steps.
+        epsilon: The target epsilon.
+        delta: The delta of the guarantee.
+
+    Returns:
+        M, at most n.
+
     >>> smallest_batch_bound(records=50_000, batch_size=1000, steps=400, epsilon=8.0, delta=1e-5)
     1249
     """

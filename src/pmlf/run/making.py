@@ -107,8 +107,8 @@ def make_private(
             "per-layer" scales the part of each of L layers down to C / sqrt(L).
         adaptive_clipping: Let the clip norm follow a private quantile of the norms, from `clip_norm` on
             (`pmlf.AdaptiveClipping`). What is released for it is part of the same epsilon.
-        ledger: A ledger file. Every step is written to it before it is released, and the target then covers all that
-            is in it.
+        ledger: An open `pmlf.Ledger`. Every step is written to it before it is released, and the target then covers
+            all that is in it.
         units: One id per record, in the order of the dataset, such as patient numbers: whole numbers or texts. Then
             batches are drawn from the units, the mean of a unit's momenta is clipped once, and n, batch_size, epochs
             and delta count units. Which records have one id is private; the numbers of units and records are public.
@@ -132,8 +132,8 @@ def make_private(
         seed: None for cryptographic noise and sampling. A whole number makes the run reproducible, for experiments
             only: whoever knows the seed can subtract the noise.
         secure_noise: Mitigate floating-point attacks on the noise, at less than 1 % of the time of a step.
-        gradients: How per-sample gradients are computed. "ghost" works layer by layer and is the fastest. "vmap" uses
-            `torch.func`, for models with layers that "ghost" does not support. "one-by-one" supports every model and
+        gradients: How per-sample gradients are computed. "ghost" takes them at layers and operations and is the
+            fastest. "vmap" uses `torch.func`, for models that "ghost" refuses. "one-by-one" supports every model and
             is slow.
         assume_independent_samples: Skip the proof that samples do not influence each other, and the check of a few
             samples in every step. The certificate says so.
@@ -236,6 +236,7 @@ def _protected(dataset: Any, units: Any, most: int, name: str) -> tuple[Units | 
     if units is None:
         return None, records
     whole = Units(units, most=most, name=name)
+    whole.check(records, together=most)
     return whole, whole.count
 
 
@@ -305,6 +306,8 @@ def _noise_multiplier(
     overflow: float,
 ) -> float:
     """The noise multiplier as given, or that of the run that the ledger continues, or calibrated to the target."""
+    if not (ledger is None or isinstance(ledger, Ledger)):
+        raise ValueError(f"ledger={ledger!r} is not a ledger: give pmlf.Ledger(path, dataset='...')")
     if (target_epsilon is None) == (given is None):
         raise ValueError(
             f"target_epsilon={target_epsilon} and noise_multiplier={given} were given: give target_epsilon or "

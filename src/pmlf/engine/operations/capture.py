@@ -91,7 +91,8 @@ def _passed(one: Pass) -> tuple[Weights, deque[tuple[Use, Tensor, Layout]], int 
         if not mode.uses:
             raise ValueError(
                 f"no operation uses a trained parameter and the samples, {one.plan.parameters[0]!r}, for example: "
-                "loss_fn must call the model that it is given"
+                "loss_fn must call the model that it is given; if the parameters go through torch.jit or your own "
+                'autograd.Function, give gradients="one-by-one"'
             )
         known = [learned.layout(use.key, use.shape, samples) for use in mode.uses]
         marking = samples > 1 and (one.rows == "marked" or None in known)
