@@ -180,6 +180,23 @@ def test_a_wrong_column_lists_the_columns(tmp_path: Path) -> None:
         list(found.tables("train", {"txt": "text_column"}))
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["trian"], "there is no command 'trian'. Did you mean 'train'?"),
+        (["x"], "there is no command 'x'. `pmlf --help` lists the commands"),
+        (["train", "--max_grad_norm=1"], "pmlf train has no option --max-grad-norm: give --clip-norm."),
+        (["train", "--epsilom", "1"], "no option --epsilom. Did you mean '--epsilon'? `pmlf train --help` lists"),
+        (["filter", "--sigma", "1"], "pmlf filter has no option --sigma. `pmlf filter --help`"),
+    ],
+)
+def test_an_unknown_command_or_option_is_answered_with_the_one_to_type(
+    typed: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(typed) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.slow
 def test_controls_with_too_few_canaries_say_how_many_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["audit", "--controls", "--canaries", "100", "--seed", "0"]) == 1

@@ -146,6 +146,11 @@ def print_commands(commands: Mapping[str, type[Command]]) -> None:
         console.print("\n".join(_columns(f"  {name}", first, width, left=13)))
 
 
+def option_names(name: str, command: type[Command]) -> frozenset[str]:
+    """The options of a command, as they are typed."""
+    return frozenset(option for action in _parser(name, command)._actions for option in action.option_strings)
+
+
 def _parser(name: str, command: type[Command]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # tyro has no other way to list the options

@@ -22,6 +22,7 @@ from pmlf.cli.reproduce import Reproduce
 from pmlf.cli.selftest import SelfTest
 from pmlf.cli.training import Compare, Train
 from pmlf.cli.tune import Tune
+from pmlf.cli.unknown import way_out
 from pmlf.cli.use import Evaluate, Export, Predict
 from pmlf.parallel.failure import RankFailed
 
@@ -82,7 +83,9 @@ def main(argv: list[str] | None = None) -> int:
         try:
             command = parsed(argv)
             return command.execute()
-        except SystemExit as stop:  # --help, or the parser has printed what it refuses
+        except SystemExit as stop:  # the parser has printed what it refuses
+            if command is None and (hint := way_out(given, COMMANDS)) is not None:
+                say(f"error: {hint}")
             return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except KeyboardInterrupt:
             say("interrupted")
