@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pkgutil
 import re
 import shlex
 import textwrap
@@ -168,9 +169,7 @@ def test_every_name_in_the_reference_is_one_that_the_library_has(page: Path) -> 
     shown = re.findall(r"^::: (\S+)(?:\n +options:\n +members: \[(.*)\])?", page.read_text(), flags=re.MULTILINE)
     assert shown
     for place, members in shown:
-        found: Any = pmlf
-        for part in place.split(".")[1:]:
-            found = getattr(found, part)
+        found = pkgutil.resolve_name(place)
         assert [member for member in members.split(", ") if member and not hasattr(found, member)] == []
 
 
