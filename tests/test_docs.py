@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import pmlf
 from pmlf import cli
 from pmlf.cli.common import Command
 from pmlf.cli.main import parsed
