@@ -127,6 +127,13 @@ def test_tuning_is_listed_with_every_trial_and_marks_the_end_of_the_grid() -> No
         assert "ccounted for in epsilon" in made and "end of the grid" in made and "40.00" in made
 
 
+def test_rates_that_are_shown_alike_share_a_column() -> None:
+    tuned = document(protocol="tuned")
+    for cell, rate in zip(tuned["cells"], (0.17, 0.1 * 1.7, 0.17 / 0.9999999999999998), strict=True):
+        cell["trials"], cell["lr"] = [run(1000, 0.3, lr=rate), run(1000, 0.4, lr=1.5)], rate
+    assert "|  | 0.17 | 1.5 | chosen |" in text.markdown([Record(tuned)], [])
+
+
 def test_what_a_chosen_rate_changes_against_the_shared_one_is_said() -> None:
     tuned = document(protocol="tuned")
     for cell in tuned["cells"]:

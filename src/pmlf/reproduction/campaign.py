@@ -273,7 +273,8 @@ def _execute(
     jobs = {job.key: job for job in map(plan.job, specs)}
     left = [job for job in jobs.values() if job.key not in known and not _complete(job)]
     keeper.expected(len(left))
-    execute([replace(job, spec=with_stand_ins(job.spec, (plan.out / RUNS).absolute())) for job in left], keeper)
+    runs = (plan.out / RUNS).absolute()
+    execute([replace(job, spec=with_stand_ins(job.spec, runs, plan.data_dir)) for job in left], keeper)
 
 
 def _runs(plan: ReproductionPlan, specs: Sequence[RunSpec], known: RunsByKey) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ NAMES = {
     **{"fashion-mnist-small": "packaged images", "sst2": "SST-2", "qnli": "QNLI", "qqp": "QQP", "mnli": "MNLI"},
     **{"cnn5": "CNN-5", "resnet18": "ResNet-18", "vit": "ViT", "FacebookAI/roberta-base": "RoBERTa-base"},
     **{"resnet18-narrow": "ResNet-18 with 8 to 64 channels", "vit-mini": "ViT of two layers"},
-    **{stand_ins.MINILM: "head of MiniLM-L6"},
+    **{stand_ins.EMBEDDINGS: "SST-2 as embeddings by MiniLM-L6", "linear": "linear model"},
 }
 
 

@@ -80,13 +80,18 @@ def trials(record: Record) -> list[Trials]:
     return [
         Trials(
             label=f"{cell.place}: {cell.variant}",
-            accuracies={trial["lr"]: 100 * trial["accuracy"] for trial in cell.document["trials"]},
-            chosen=cell.document["lr"],
+            accuracies={_shown(trial["lr"]): 100 * trial["accuracy"] for trial in cell.document["trials"]},
+            chosen=None if cell.document["lr"] is None else _shown(cell.document["lr"]),
             steps=cell.document["trials"][0]["steps"],
         )
         for cell in record.cells
         if cell.document.get("trials")
     ]
+
+
+def _shown(rate: float) -> float:
+    """A rate with the digits that are shown: those of two methods differ in the last digits of their filters' gains."""
+    return float(f"{rate:g}")
 
 
 def duration(seconds: float) -> str:
