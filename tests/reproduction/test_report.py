@@ -18,6 +18,7 @@ from PIL import Image
 from scipy import stats
 
 from pmlf.cli.main import main
+from pmlf.evidence.certificate import sealed
 from pmlf.reproduction import paper
 from pmlf.reproduction.report import charts, page, pictures, summary, tables, text, words
 from pmlf.reproduction.report.summary import Record
@@ -125,6 +126,21 @@ def test_tuning_is_listed_with_every_trial_and_marks_the_end_of_the_grid() -> No
     assert [one.at_an_end for one in tables.trials(record)] == [True] * 3
     for made in (page.render([record], []), text.markdown([record], [])):
         assert "ccounted for in epsilon" in made and "end of the grid" in made and "40.00" in made
+
+
+def test_a_row_without_runs_leaves_the_others_comparable() -> None:
+    planned = document()
+    planned["cells"].append(planned["cells"][0] | {"variant": paper.SHAPED_LABEL, "runs": []})
+    made = text.markdown([Record(planned)], [])
+    assert "CIFAR-10, CNN-5, 3 seeds:" in made and "| DP-PMLF | **56.00 ± 1.00**<br>" in made
+    assert "figure-4: 9 of 12 runs done" in made
+
+
+def test_noise_multipliers_of_white_and_of_shaped_noise_are_both_said() -> None:
+    both = document()
+    for one in both["cells"][2]["runs"]:
+        one["noise_multiplier"] = 2.5
+    assert "2 steps with noise multiplier 1.5 or 2.5 (ε = 1)" in text.markdown([Record(both)], [])
 
 
 def test_rates_that_are_shown_alike_share_a_column() -> None:
@@ -345,7 +361,10 @@ def test_all_eleven_artifacts_run_in_smoke_and_are_drawn_by_a_browser(tmp_path: 
     out, made = tmp_path / "runs", tmp_path / "report.html"
     assert main(["reproduce", "all", "--profile", "smoke", "--out", str(out)]) == 0
     for artifact in paper.ARTIFACTS:
-        record = json.loads((out / f"{artifact.name}-smoke-shared.json").read_text())
+        text_of_record = (out / f"{artifact.name}-smoke-shared.json").read_text()
+        assert str(tmp_path) not in text_of_record  # a path of one machine
+        record = json.loads(text_of_record)
+        assert all(sealed(cell["certificate"]) == cell["certificate"] for cell in record["cells"])
         assert all(len(cell["runs"]) == cell["planned_seeds"] > 0 for cell in record["cells"])
         assert all(run["epsilon"] <= cell["target_epsilon"] for cell in record["cells"] for run in cell["runs"])
     assert main(["report", str(out), "--out", str(made), "--markdown", str(tmp_path / "results.md")]) == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pmlf.basics.files import write_atomically
+from pmlf.evidence import certificate
 from pmlf.experiments.executors import Executor, JobListener
 from pmlf.experiments.jobs import CERTIFICATE, MACHINE, RESULT, Job, JobProgress, finished, job, locked
 from pmlf.experiments.spec import RunSpec
@@ -215,7 +216,7 @@ def _cell(plan: ReproductionPlan, cell: Cell, before: _Before) -> dict[str, Any]
         "lr": final[0].lr if final else None,
         "planned_seeds": seeds,
         "runs": runs,
-        "certificate": _certificate(plan, runs[0]["key"], before.certificates) if runs else None,
+        "certificate": _certificate(plan, runs[0]["key"], setting.dataset, before.certificates) if runs else None,
     }
     if plan.protocol == "tuned":
         document["trials"] = _runs(plan, cell.trials(), before.runs)
@@ -283,8 +284,13 @@ def _runs(plan: ReproductionPlan, specs: Sequence[RunSpec], known: RunsByKey) ->
     return [run or known[job.key] for job, run in found if run is not None or job.key in known]
 
 
-def _certificate(plan: ReproductionPlan, key: str, known: RunsByKey) -> dict[str, Any]:
-    """The certificate of a cell's first run. Those of its other seeds have the same numbers."""
+def _certificate(plan: ReproductionPlan, key: str, dataset: str, known: RunsByKey) -> dict[str, Any]:
+    """The certificate of a cell's first run, whose other seeds have the same numbers.
+
+    It names the artifact's dataset, where the run's own names the path of a stand-in.
+    """
     path = plan.out / RUNS / key / CERTIFICATE
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else known[key]
-    return found
+    if not path.is_file():
+        return known[key]
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found if found["dataset"] == dataset else certificate.sealed({**found, "dataset": dataset})

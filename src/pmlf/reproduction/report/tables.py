@@ -65,7 +65,7 @@ def panels(record: Record) -> list[ResultTable]:
         variants = list(dict.fromkeys(cell.variant for cell in mine))
         cells = {(cell.variant, cell.place.epsilon): cell for cell in mine}
         best = {epsilon: _best([c for c in mine if c.place.epsilon == epsilon]) for epsilon in epsilons}
-        counts = {len(cell.runs) for cell in mine}
+        counts = {len(cell.runs) for cell in mine if cell.runs}
         rows = [
             (variant, [_entry(record, cells.get((variant, epsilon)), best[epsilon]) for epsilon in epsilons])
             for variant in variants
@@ -106,8 +106,8 @@ def duration(seconds: float) -> str:
 
 
 def _best(cells: Sequence[CellResult]) -> float | None:
-    """The highest mean, if all cells have the same seeds; otherwise means are not comparable."""
-    if len({frozenset(cell.accuracies) for cell in cells}) > 1:
+    """The highest mean, if all cells with runs have the same seeds; otherwise means are not comparable."""
+    if len({frozenset(cell.accuracies) for cell in cells if cell.runs}) > 1:
         return None
     return max((cell.mean for cell in cells if cell.mean is not None), default=None)
 

@@ -45,6 +45,7 @@ NOT_COMPARABLE = (
 TO_RECORD = (
     *((name, "shared") for name in paper.BY_NAME),
     ("table-1", "tuned"),
+    ("table-2", "tuned"),
 )
 
 
@@ -158,8 +159,13 @@ def _settings(record: Record) -> list[str]:
         groups.setdefault((f"{named(cell.place.dataset)}, {named(cell.place.model)}", length), []).append(cell)
     lines = []
     for (what, length), cells in groups.items():
-        noise = {c.place.epsilon: (c.runs[0]["noise_multiplier"], c.runs[0]["steps"]) for c in cells if c.runs}
-        drawn = [f"{steps} steps with noise multiplier {z:.3g} (ε = {e:g})" for e, (z, steps) in noise.items()]
+        noise: dict[tuple[float, int], list[str]] = {}  # shaped noise has a multiplier of its own
+        for cell in cells:
+            for run in cell.runs[:1]:
+                of_steps = noise.setdefault((cell.place.epsilon, run["steps"]), [])
+                if (shown := f"{run['noise_multiplier']:.3g}") not in of_steps:
+                    of_steps.append(shown)
+        drawn = [f"{steps} steps with noise multiplier {' or '.join(z)} (ε = {e:g})" for (e, steps), z in noise.items()]
         lines.append(f"{what}: {length}" + (f", {', '.join(drawn)}" if drawn else ""))
     return lines
 
@@ -188,8 +194,8 @@ def verdicts(records: Sequence[Record]) -> list[str]:
         if counts:
             lines.append(
                 f"With {protocol} learning rates, {counts.total()} of the paper's orderings were tested: "
-                f"{counts['holds']} hold, {counts['contradicted']} are contradicted and {unclear} are undecided. Of "
-                f"{tested} intervals at 95 %, about {tested / 20:.1f} exclude 0 by chance."
+                f"{counts['holds']} held up, {counts['contradicted']} were contradicted and {unclear} are undecided. "
+                f"Of {tested} intervals at 95 %, about {tested / 20:.1f} exclude 0 by chance."
             )
     return lines
 
