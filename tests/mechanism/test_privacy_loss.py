@@ -106,3 +106,15 @@ def test_a_record_hardly_ever_drawn_costs_nothing() -> None:
 def test_the_far_ends_have_a_bound_too(z: float, rate: float, steps: int) -> None:
     for delta in (0.3, 1e-10):
         assert accounting.epsilon(noise_multiplier=z, sample_rate=rate, steps=steps, delta=delta) >= 0
+
+
+@pytest.mark.parametrize("falls_until", [0, 3, 15, 20, 24])
+def test_the_walk_finds_the_least_bound_wherever_it_turns(falls_until: int) -> None:
+    """The window of a sum follows from the best of Chernoff's bounds, each of which is valid."""
+    shifts, asked = [float(place) for place in range(25)], list[float]()
+
+    def bound(shift: float) -> float:
+        asked.append(shift)
+        return abs(shift - falls_until)
+
+    assert privacy_loss._least(bound, shifts) == 0.0 and len(set(asked)) == len(asked)

@@ -38,6 +38,8 @@ _LARGEST_EXPONENT = 600.0
 _UNDERFLOW = 1e-300  # more than all that underflow loses
 _ENOUGH = 1e-3  # relative: the search stops when the errors make up less of the bound than this
 _CUT = 1e-13  # mass of the tilted sum allowed on each side of the window
+_SHIFTS = np.geomspace(0.1, 100, 25)  # of the tilt, in inverse standard deviations, to bound the window
+_GAUSSIAN_SHIFT = int(np.abs(_SHIFTS - math.sqrt(-2 * math.log(_CUT))).argmin())  # the best one for a Gaussian
 
 
 def epsilon(z: float, rate: float, steps: int, delta: float, *, cells: int = CELLS_PER_DEVIATION) -> float:
@@ -189,6 +191,7 @@ def _cell(kinds: Kinds, cells: int) -> float:
     return max(narrow, max(one_step, all_steps) / _MOST_CELLS)
 
 
+@lru_cache(maxsize=8)  # epsilon is asked for after every epoch of the same steps
 def _table(z: float, rate: float, cell: float, *, removed: bool) -> _LossTable:
     noise, widths = _quadrature(z, rate, cell, _TAIL + 1 / z if removed else _TAIL)
     if removed:
@@ -343,11 +346,26 @@ def _window(losses: _Losses, tilt: float) -> tuple[int, int, int]:
 
     high = losses.total(lambda table: float(table.losses[-1]))
     low = losses.total(lambda table: float(table.losses[0]))
-    for shift in (np.geomspace(0.1, 100, 25) / losses.deviation(tilt)).tolist():
-        high = min(high, (growth(tilt + shift) - log_cut) / shift)
-        low = max(low, -(growth(tilt - shift) - log_cut) / shift)
+    shifts = (_SHIFTS / losses.deviation(tilt)).tolist()
+    high = min(high, _least(lambda shift: (growth(tilt + shift) - log_cut) / shift, shifts))
+    low = max(low, -_least(lambda shift: (growth(tilt - shift) - log_cut) / shift, shifts))
     low = max(low, mean - _LARGEST_EXPONENT / tilt)
     return math.floor(low / losses.cell), round(mean / losses.cell), math.ceil(high / losses.cell) + 1
+
+
+def _least(bound: Callable[[float], float], shifts: list[float]) -> float:
+    """The least of Chernoff's bounds at increasing shifts. It falls and then rises with the shift, so walk downhill."""
+    start = _GAUSSIAN_SHIFT
+    least = bound(shifts[start])
+    for way in (range(start + 1, len(shifts)), range(start - 1, -1, -1)):
+        before = least
+        for place in way:
+            if (found := bound(shifts[place])) >= least:
+                break
+            least = found
+        if least < before:
+            break
+    return least
 
 
 def _product(kinds: list[_Floats], steps: tuple[int, ...], *, most: int, start: int) -> tuple[_Floats, float]:
