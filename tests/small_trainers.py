@@ -52,6 +52,7 @@ def arguments(folder: Path, **changed: Any) -> TrainingArguments:
         "max_steps": 4,
         "learning_rate": 0.01,
         "max_grad_norm": 0.7,
+        "adam_beta1": 0.0,
         "logging_steps": 1,
         "save_strategy": "steps",
         "save_steps": 2,
@@ -84,7 +85,7 @@ def plain_loop(decayed: list[str], dataset: Any, batch_size: int, together: int)
         {"params": [p for name, p in model.named_parameters() if name in decayed], "weight_decay": 0.1},
         {"params": [p for name, p in model.named_parameters() if name not in decayed], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.0, 0.999))
     run = pmlf.make_private(
         model=model,
         optimizer=optimizer,

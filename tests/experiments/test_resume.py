@@ -368,7 +368,7 @@ def own_loop(folder: Path, *, seed: int | None, until: int | None = None) -> Pri
     """A training loop with a checkpoint every second step."""
     path = folder / "checkpoint"
     model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05, betas=(0.0, 0.9))
     with pmlf.Ledger(folder / "ledger", dataset="patients", run="a-name") as book:
         run = private(model, optimizer=optimizer, scheduler=StepLR(optimizer, 2, 0.5), seed=seed, ledger=book)
         if path.exists():

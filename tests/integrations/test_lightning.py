@@ -37,7 +37,7 @@ class Classifier(LightningModule):
         self.log("accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05, betas=(0.0, 0.999))
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "epoch"}}
 
@@ -70,7 +70,7 @@ def fitted(folder: Path, module: LightningModule | None = None, **changed: Any) 
 
 def plain_loop() -> pmlf.PrivateRun:
     model = small().train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05, betas=(0.0, 0.999))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)  # an epoch has three steps
     run = pmlf.make_private(
         model=model,

@@ -306,7 +306,7 @@ def test_a_schedule_that_counts_epochs_is_told_that_it_counts_steps(build: Any) 
     "build",
     [
         lambda optimizer: CosineAnnealingLR(optimizer, T_max=40),
-        lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=40),
+        lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=40, cycle_momentum=False),
         lambda optimizer: LinearLR(optimizer, total_iters=5),
         lambda optimizer: StepLR(optimizer, 15, gamma=0.3),
     ],
@@ -326,7 +326,7 @@ def test_a_schedule_by_epochs_steps_once_an_epoch() -> None:
 
 def test_a_schedule_that_is_too_short_is_refused_before_the_first_step() -> None:
     with pytest.raises(ValueError, match="is called 40 times in this run and ends after 4: build it for 40 calls"):
-        with_schedule(lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=4))
+        with_schedule(lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=4, cycle_momentum=False))
     with pytest.raises(ValueError, match='neither "step" nor "epoch"'):
         with_schedule(lambda optimizer: StepLR(optimizer, 1), scheduler_interval="batch")
 

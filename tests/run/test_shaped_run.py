@@ -110,13 +110,6 @@ def test_a_ledger_counts_events_by_group(tmp_path: Path) -> None:
     assert sum(tally.events.values()) == 4 and sum(tally.trials.values()) == 9 + 4
 
 
-def test_adam_after_shaped_noise_is_allowed_and_warned_of() -> None:
-    model = nn.Linear(3, 2)
-    with pytest.warns(UserWarning, match="Adam after shaped noise"):
-        run = go(start(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.01)))
-    assert run.steps_done == STEPS and run.epsilon() <= 3.0
-
-
 @pytest.mark.slow
 def test_a_ledger_of_white_noise_is_written_as_before(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"

@@ -245,6 +245,7 @@ def test_a_failing_step_spends_nothing_and_the_run_goes_on() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* has a momentum of")
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_resume_from_state_yields_identical_results(optimizer: str) -> None:
     def start() -> PrivateRun:
@@ -331,15 +332,8 @@ def test_bad_input_is_one_clear_sentence_and_nothing_is_trained(options: Any, me
     assert torch.equal(weights(model), before)
 
 
-def test_optimizers_that_cannot_be_accounted_for_are_refused() -> None:
+def test_a_scheduler_that_follows_the_loss_is_refused() -> None:
     model = small()
-    for optimizer, message in [
-        (torch.optim.LBFGS(model.parameters()), "LBFGS evaluates a closure"),
-        (torch.optim.SparseAdam(list(model.parameters())), "SparseAdam needs sparse gradients"),
-        (torch.optim.SGD(list(model.parameters())[:2], lr=0.1), "parameter '2.weight' is trainable but not in"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            private(model, optimizer=optimizer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(ValueError, match="ReduceLROnPlateau"):

@@ -33,9 +33,11 @@ from pmlf.experiments.tasks import Task
 from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
 from pmlf.mechanism.noise import SeededRandomness
 from pmlf.mechanism.units import MOST_RECORDS
+from pmlf.methods import Method
 from pmlf.parallel.processes import Processes, joined
 from pmlf.run.callbacks import Callback
 from pmlf.run.making import make_private
+from pmlf.run.optimizers import adam_decays
 from pmlf.run.private_run import PrivateRun
 
 _CHECKED_SAMPLES = 4
@@ -286,7 +288,7 @@ def _private_run(spec: RunSpec, task: Task, losses: LossMeter | None, ledger: Le
     units = task.units
     return make_private(
         model=model,
-        optimizer=_optimizer(spec, model),
+        optimizer=_optimizer(spec, model, method),
         dataset=task.train,
         loss_fn=loss_fn,
         method=method,
@@ -314,10 +316,10 @@ def _private_run(spec: RunSpec, task: Task, losses: LossMeter | None, ledger: Le
     )
 
 
-def _optimizer(spec: RunSpec, model: nn.Module) -> Optimizer:
+def _optimizer(spec: RunSpec, model: nn.Module, method: Method) -> Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if spec.optimizer == "adam":
-        return torch.optim.Adam(trained, lr=spec.lr)
+        return torch.optim.Adam(trained, lr=spec.lr, betas=adam_decays(method))
     return torch.optim.SGD(trained, lr=spec.lr)
 
 

@@ -148,7 +148,8 @@ class Setting(Budget):
     """Learning rate (constant)."""
 
     optimizer: str = "sgd"
-    """Optimizer of the private gradients: sgd or adam."""
+    """Optimizer of the private gradients: sgd or adam. Neither has a momentum of its own after a filter, which is one;
+    without a filter Adam has its usual 0.9."""
 
     clip_norm: float = 1.0
     """Clip norm C: each per-sample gradient is scaled to at most this norm."""

@@ -34,6 +34,7 @@ from pmlf.run.averaging import ParameterAverage
 from pmlf.run.iteration import Epochs
 from pmlf.run.loaders import check_records, loading
 from pmlf.run.names import OF_OPACUS, known_arguments_only, refuse_wrapped
+from pmlf.run.optimizers import check_optimizer
 from pmlf.run.private_run import PrivateRun
 from pmlf.run.scheduling import Interval, checked_interval
 from pmlf.run.sizing import measured_size
@@ -183,7 +184,7 @@ def make_private(
     event = Event(noise_multiplier=z, sample_rate=accounting.cyclic(rate, planned, bands)[0], overflow=cut)
     plan = PrivacyPlan(event=event, steps=planned, delta=delta, target_epsilon=epsilon, bands=bands, unit=unit)
     randomness = _randomness(seed)
-    _check_optimizer(model, optimizer, method)
+    check_optimizer(model, optimizer, method)
     epoch_count = Epochs(records=records, batch_size=batch_size, steps=planned).count
     interval = checked_interval(scheduler, scheduler_interval, optimizer, steps=planned, epochs=epoch_count)
     processes.require_same(facts_of_plan(plan, optimizer, scheduler, ema, max_physical_batch_size))
@@ -337,34 +338,6 @@ def _randomness(seed: int | None) -> Randomness:
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"seed={seed!r} is not a whole number or None: None gives cryptographic noise")
     return SeededRandomness(seed)
-
-
-def _check_optimizer(model: nn.Module, optimizer: Optimizer, method: Method) -> None:
-    if method.noise.bands > 1 and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        warnings.warn(
-            f"{type(optimizer).__name__} after shaped noise: it is private, but with a linear model at epsilon 8 "
-            "it was 8 to 17 points less accurate than SGD: Adam divides the filtered gradient by its size. Use SGD",
-            stacklevel=4,
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS evaluates a closure several times in a step, which is not accounted for: use SGD or Adam"
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ValueError("SparseAdam needs sparse gradients, and noise is dense: use Adam")
-    names = {id(p): name for name, p in model.named_parameters()}
-    given = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    if any(key not in names for key in given):
-        raise ValueError(
-            "the optimizer holds parameters that are not the model's: build it on the model that is trained, after "
-            "pmlf.fix_model and any other replacement"
-        )
-    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in set(given)]
-    if missing:
-        raise ValueError(
-            f"parameter {missing[0]!r} is trainable but not in the optimizer: add it to the optimizer, or freeze it by "
-            "requires_grad_(False)"
-        )
 
 
 def _average(ema: float | None, step: PrivateStep) -> ParameterAverage | None:
