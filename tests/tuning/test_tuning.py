@@ -36,7 +36,7 @@ from pmlf.mechanism.renyi import quiet
 from pmlf.mechanism.selection import Selection
 from pmlf.tuning import Grid, TuningPlan, TuningResult, tune
 from pmlf.tuning.plan import stored_plan
-from pmlf.tuning.tuner import _begin, silent
+from pmlf.tuning.tuner import _begin
 
 BASE = RunSpec(model="linear", records=500, batch_size=40, steps=3, epsilon=3.0, delta=1e-4, seed=1)
 GRID = Grid.parsed(["lr=0.5,2"])
@@ -49,7 +49,7 @@ def run(plan: TuningPlan, out: Path, ran: list[str] | None = None) -> TuningResu
             ran.extend(job.key for job in todo)
         in_this_process(todo, listener)
 
-    return tune(plan, out, execute, silent())
+    return tune(plan, out, execute)
 
 
 def accounted(seed: int | None = None) -> TuningPlan:
@@ -152,12 +152,10 @@ import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 import json
-from pmlf.experiments.executors import in_this_process
 from pmlf.tuning import tune
 from pmlf.tuning.plan import stored_plan
-from pmlf.tuning.tuner import silent
 out = Path(sys.argv[1])
-tune(stored_plan(out, json.loads((out / "tuning.json").read_text())), out, in_this_process, silent())
+tune(stored_plan(out, json.loads((out / "tuning.json").read_text())), out)
 """
 
 

@@ -25,7 +25,7 @@ _GROUPS: dict[str, str] = {
     "model": "model lora-rank head-only prior max-length parameters input-norm device autocast average head",
     "privacy": "epsilon epsilons noise-multiplier delta clip-norm clipping clip-quantile largest-batch secure-noise "
     "seed unit-column max-records-per-unit ledger group certificate mode mean-trials distribution sample-rate",
-    "optimisation": "method methods k beta a b bands gamma outer-momentum kappa lr lrs seeds learning-rate "
+    "optimisation": "method methods k beta a b bands gamma outer-momentum kappa lr lrs seeds "
     "optimizer batch-size batch-sizes epochs steps ema max-physical-batch-size grid whitening intercept",
     "output": "out json plot html log resume checkpoint-every show-sensitive diagnostics check-on-data jobs format "
     "markdown latex figures help",

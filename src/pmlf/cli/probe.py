@@ -61,7 +61,7 @@ class ProbeCommand(Command):
     clip_norm: float = 0.3
     """Bound on the gradient of one record."""
 
-    learning_rate: Annotated[float | None, shown_default("from public numbers")] = None
+    lr: Annotated[float | None, shown_default("from public numbers")] = None
     """Learning rate of the first step; it falls as a cosine."""
 
     whitening: float = 0.9
@@ -141,12 +141,11 @@ class ProbeCommand(Command):
                 "steps",
                 "batch_size",
                 "clip_norm",
-                "learning_rate",
                 "whitening",
                 "intercept",
             )
         }
-        given |= {"classes": _classes(self.classes), "random_state": self.seed}
+        given |= {"learning_rate": self.lr, "classes": _classes(self.classes), "random_state": self.seed}
         return ProbeSpec(
             features=str(self.features.absolute()), labels=self._labels(), holdout=self.holdout, probe=given
         )

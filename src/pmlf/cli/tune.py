@@ -66,8 +66,8 @@ class Tune(Command):
     """Fraction of a trial's records on which it is scored. They are not protected."""
 
     final_holdout: Annotated[float | None, shown_default("none, the test split")] = None
-    """Evaluate the final run on this fraction of its records. Not in the
-    mode accounted, whose result is the best trial."""
+    """Evaluate the final run on this fraction of its records. Not with --mode accounted, whose result is the best
+    trial."""
 
     jobs: int = 1
     """Number of trials at a time. They share the cores."""
@@ -135,9 +135,7 @@ class Tune(Command):
 
 
 def _table(result: TuningResult) -> Table:
-    from pmlf.tuning.outcome import ranked
-
-    trials = ranked(result)
+    trials = result.ranked
     table = Table(*trials[0].candidate, result.metric, box=SIMPLE_HEAD, pad_edge=False)
     for trial in trials:
         shown = [f"{value:g}" if isinstance(value, float) else str(value) for value in trial.candidate.values()]

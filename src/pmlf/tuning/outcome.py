@@ -14,15 +14,10 @@ from pmlf.tuning.tuner import TriedCandidate, TuningResult
 CSV, PICTURE = "trials.csv", "trials.png"
 
 
-def ranked(result: TuningResult) -> list[TriedCandidate]:
-    """The trials, best first."""
-    return sorted(result.trials, key=lambda trial: trial.score, reverse=True)
-
-
 def write_csv(result: TuningResult, path: Path) -> None:
     """Write one line per trial: its settings, and the numbers of its score."""
     text = io.StringIO()
-    rows = [{**trial.candidate, "score": trial.score, **trial.numbers} for trial in ranked(result)]
+    rows = [{**trial.candidate, "score": trial.score, **trial.numbers} for trial in result.ranked]
     writer = csv.DictWriter(text, fieldnames=list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
@@ -33,7 +28,7 @@ def plot(result: TuningResult, path: Path) -> None:
     """Draw the score of every trial with its 95 % interval, best first, into the image file `path`."""
     from matplotlib.figure import Figure  # instead of pyplot: no display needed, no global state
 
-    trials = ranked(result)
+    trials = result.ranked
     figure = Figure(figsize=(7, 1.2 + 0.32 * len(trials)), layout="constrained")
     axes = figure.subplots()
     places = list(range(len(trials)))[::-1]

@@ -14,7 +14,7 @@ from pmlf.basics.files import new_folder, write_atomically, write_json
 from pmlf.evidence import certificate, certificate_page, ledger
 from pmlf.evidence.description import SELECTION
 from pmlf.experiments import runner, tasks
-from pmlf.experiments.executors import Executor, JobListener
+from pmlf.experiments.executors import Executor, JobListener, in_this_process
 from pmlf.experiments.folder import RunFolder
 from pmlf.experiments.jobs import Job, JobProgress, finished
 from pmlf.experiments.results import RunObserver, RunResult
@@ -75,6 +75,11 @@ class TuningResult:
     trials: Sequence[TriedCandidate]
     out: Path
 
+    @property
+    def ranked(self) -> list[TriedCandidate]:
+        """The trials, best first."""
+        return sorted(self.trials, key=lambda trial: trial.score, reverse=True)
+
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "trials": [vars(trial) for trial in self.trials], "out": str(self.out)}
 
@@ -82,8 +87,8 @@ class TuningResult:
 def tune(
     plan: TuningPlan,
     out: Path,
-    execute: Executor,
-    listener: JobListener,
+    execute: Executor = in_this_process,
+    listener: JobListener | None = None,
     *,
     data_dir: Path | None = None,
     observer: RunObserver | None = None,
@@ -92,12 +97,12 @@ def tune(
 
     What is drawn is drawn once, before the first trial. A complete trial is neither run nor paid for again. A held-out
     or unaccounted trial that was killed is resumed, and its ledger counts every step. An accounted one without a seed
-    begins anew: what it had computed was never shown to anybody.
+    starts again from step 0: its partial results were never released.
 
     Args:
         plan: What to tune and how.
         out: Folder for everything. A folder with the same plan is resumed.
-        execute: Runs the trials: `pmlf.experiments.executors.executor("local", jobs)`.
+        execute: Runs the trials: in this process, or as `pmlf.experiments.executors.executor("local", jobs)` does.
         listener: Receives their progress; in accounted mode nothing, since the number of trials is secret.
         data_dir: Folder of datasets.
         observer: Receives the progress of the final run.
@@ -114,7 +119,7 @@ def tune(
     return (
         _accounted(plan, out, execute, data_dir)
         if plan.mode == ACCOUNTED
-        else _open(plan, out, execute, listener, data_dir, observer)
+        else _open(plan, out, execute, listener or _Silent(), data_dir, observer)
     )
 
 
@@ -299,11 +304,6 @@ def _stored(plan: TuningPlan, out: Path) -> TuningResult:
     shutil.rmtree(out / SECRET, ignore_errors=True)  # a process may have ended before it was removed
     trials = tuple(TriedCandidate(**trial) for trial in document["trials"])
     return TuningResult(**{**document, "trials": trials, "out": out / BEST})
-
-
-def silent() -> JobListener:
-    """A listener that shows nothing."""
-    return _Silent()
 
 
 class _Silent:
