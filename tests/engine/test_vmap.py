@@ -453,7 +453,7 @@ def test_make_private_trains_under_vmap_and_a_seed_gives_the_same_bits() -> None
         model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 2))
         run = pmlf.make_private(
             model=model,
-            optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
+            optimizer=torch.optim.Adam(model.parameters(), lr=0.05, betas=(0.0, 0.999)),
             dataset=TensorDataset(x, y),
             loss_fn=classify,
             noise_multiplier=0.5,

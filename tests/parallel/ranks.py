@@ -71,7 +71,7 @@ def private(group: Any, model: nn.Module | None = None, *, adam: bool = False, *
 def everything(group: Any) -> PrivateRun:
     augmentation = Augmentation(function=shaken, draws=5, per_point=True)
     scheduled = network()
-    optimizer = torch.optim.Adam(scheduled.parameters(), lr=0.05)
+    optimizer = torch.optim.Adam(scheduled.parameters(), lr=0.05, betas=(0.0, 0.999))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     return private(
         group,

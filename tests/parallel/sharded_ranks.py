@@ -88,7 +88,7 @@ def losses(model: Any, batch: Any) -> Tensor:
 def private(model: nn.Module, **options: Any) -> PrivateRun:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options = {
-        "optimizer": torch.optim.Adam(trained, lr=0.01),
+        "optimizer": torch.optim.Adam(trained, lr=0.01, betas=(0.0, 0.999)),
         "dataset": sentences(),
         "loss_fn": losses,
         "noise_multiplier": 0.5,
