@@ -24,8 +24,8 @@ from pmlf.mechanism.points import History
 from pmlf.parallel.failure import RankFailed
 from pmlf.parallel.processes import Processes
 from pmlf.parallel.shards import Failure, GatheredHistory, ParameterShards, PartialSums
-from pmlf.point_passes import Piece, PointPasses
-from pmlf.settings import StepSettings
+from pmlf.step.point_passes import Piece, PointPasses
+from pmlf.step.settings import StepSettings
 
 
 @dataclass(frozen=True)

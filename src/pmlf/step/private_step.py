@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pmlf.accumulation import Accumulation
 from pmlf.basics.arguments import require_count
 from pmlf.checks.caches import with_constants_made
 from pmlf.checks.comparison import Subject
@@ -46,8 +45,9 @@ from pmlf.parallel.agreement import Agreement, facts_of
 from pmlf.parallel.processes import Group, Processes, joined
 from pmlf.parallel.shards import ParameterShards, held_by
 from pmlf.parallel.summing import Part
-from pmlf.point_passes import PointPasses
-from pmlf.settings import StepSettings
+from pmlf.step.accumulation import Accumulation
+from pmlf.step.point_passes import PointPasses
+from pmlf.step.settings import StepSettings
 
 
 class PrivateStep:
