@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 import pmlf
 import small_runs
-from pmlf.engine.criteria import per_sample_loss
+from pmlf.engine.criteria import as_per_sample
 from pmlf.run.iteration import Epochs
 from pmlf.run.names import OF_OPACUS
 
@@ -127,7 +127,7 @@ def test_the_loss_of_a_sample_is_what_the_criterion_says_of_it_alone(name: str) 
     criterion, shape, targets = CRITERIA[name]
     inputs = torch.randn(shape, dtype=torch.float64)
     targets = targets.double() if targets.is_floating_point() else targets
-    found = per_sample_loss(criterion.double())(nn.Identity(), (inputs, targets))
+    found = as_per_sample(criterion.double())(nn.Identity(), (inputs, targets))
     alone = [criterion(inputs[i : i + 1], targets[i : i + 1]) for i in range(5)]
     torch.testing.assert_close(found, torch.stack(alone))
     assert criterion.reduction == "mean"  # the user's own is not changed
@@ -135,7 +135,7 @@ def test_the_loss_of_a_sample_is_what_the_criterion_says_of_it_alone(name: str) 
 
 def test_a_sample_with_nothing_to_count_has_loss_0() -> None:
     targets = torch.tensor([[7, 7], [0, 1]])
-    losses = per_sample_loss(nn.CrossEntropyLoss(ignore_index=7))(nn.Identity(), (torch.randn(2, 3, 2), targets))
+    losses = as_per_sample(nn.CrossEntropyLoss(ignore_index=7))(nn.Identity(), (torch.randn(2, 3, 2), targets))
     assert losses[0] == 0.0 and losses[1] > 0.0
 
 
@@ -178,7 +178,7 @@ def test_targets_that_would_be_broadcast_over_samples_are_refused() -> None:
 
 def test_a_batch_that_is_no_pair_is_refused() -> None:
     with pytest.raises(ValueError, match=r"takes batches of \(inputs, targets\), and this batch is a dict"):
-        per_sample_loss(nn.MSELoss())(nn.Identity(), {"x": torch.zeros(2), "y": torch.zeros(2)})
+        as_per_sample(nn.MSELoss())(nn.Identity(), {"x": torch.zeros(2), "y": torch.zeros(2)})
 
 
 # --- names

@@ -20,7 +20,7 @@ from pmlf.engine.clipper import Clipper
 from pmlf.engine.factors import Factors
 from pmlf.engine.fingerprint import bit_digest
 from pmlf.engine.half_precision import deadly_bfloat16_refused
-from pmlf.engine.losses import per_sample_loss
+from pmlf.engine.losses import checked_losses
 from pmlf.engine.momentum import SampleMomentum, contributions, finite_factors
 from pmlf.engine.passes import LossFunction, Pass
 from pmlf.engine.plan import Plan
@@ -142,7 +142,7 @@ def subtract_plain(subject: Subject, single: Any, sums: Mapping[str, Tensor]) ->
     """
     parameters = {name: p for name, p in subject.model.named_parameters() if p.requires_grad}
     weight = sum(subject.weights)
-    loss = per_sample_loss(subject.loss_fn(subject.model, single), 1)
+    loss = checked_losses(subject.loss_fn(subject.model, single), 1)
     found = torch.autograd.grad(loss.sum(), list(parameters.values()), allow_unused=True)
     grads = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
     norm = weight * torch.stack([squared_norms(g.reshape(1, -1)).cpu() for g in grads.values()]).sum().sqrt()

@@ -43,7 +43,7 @@ from pmlf.checks.sharding import (
 )
 from pmlf.checks.taint import is_tainted
 from pmlf.engine.anatomy import Anatomy
-from pmlf.engine.losses import per_sample_loss
+from pmlf.engine.losses import checked_losses
 from pmlf.engine.passes import LossFunction
 from pmlf.engine.plan import Plan
 from pmlf.engine.swap import ModelWritten, swapped
@@ -115,7 +115,7 @@ def _prove(
     device = next(iter(anatomy.parameters.values())).device
     if plain:
         with constant_draws(), torch.no_grad(), swapped(anatomy, _copies(anatomy)) as swap:
-            values.append(float(per_sample_loss(loss_fn(model, rows), samples, differentiable=False)[rank]))
+            values.append(float(checked_losses(loss_fn(model, rows), samples, differentiable=False)[rank]))
         try:
             swap.refuse_written()
         except ModelWritten as error:
@@ -138,7 +138,7 @@ def _prove(
             if is_tainted(found) and observer.request is not None:
                 raise observer.request.error
             observer.refuse_kept()
-            loss = per_sample_loss(found, samples)
+            loss = checked_losses(found, samples)
             observer.operation = "the loss"
             if not is_by_sample(loss, samples):
                 raise SamplesMeet("is not one number of each sample")
@@ -153,7 +153,7 @@ def _prove(
     values.append(float(here))
     with constant_draws(), torch.no_grad():
         single = select(rows, slice(rank, rank + 1))
-        values.append(float(per_sample_loss(loss_fn(model, single), 1, differentiable=False)[0]))
+        values.append(float(checked_losses(loss_fn(model, single), 1, differentiable=False)[0]))
     half = loss.dtype in (torch.bfloat16, torch.float16) or any(
         p.dtype in (torch.bfloat16, torch.float16) for p in anatomy.parameters.values()
     )

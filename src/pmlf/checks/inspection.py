@@ -19,7 +19,7 @@ from pmlf.checks.validation import check_samples, modes_to_check, refuse_unsafe_
 from pmlf.checks.ways_out import faster_way
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.clipper import Clipper
-from pmlf.engine.criteria import per_sample_loss
+from pmlf.engine.criteria import as_per_sample
 from pmlf.engine.layers import UnsupportedModel
 from pmlf.engine.momentum import contributions
 from pmlf.engine.operations.looking import operations_of
@@ -141,7 +141,7 @@ def check(
     points = resolve(method).points
     weights = [point.weight for point in points.at(points.depth)]
     plan = Plan.of(model, gradients)
-    loss_fn = per_sample_loss(loss_fn)
+    loss_fn = as_per_sample(loss_fn)
     subject = Subject(model=model, plan=plan, loss_fn=loss_fn, clip_norm=clip_norm, weights=weights)
     samples = batch_size(batch)
     if samples == 0:

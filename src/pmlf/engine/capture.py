@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pmlf.engine.half_precision import without_autocast
 from pmlf.engine.layers import Call, Contribution
-from pmlf.engine.losses import no_autocast_cache, per_sample_loss
+from pmlf.engine.losses import checked_losses, no_autocast_cache
 from pmlf.engine.marks import all_marks
 from pmlf.engine.passes import Pass
 from pmlf.engine.plan import Plan
@@ -71,7 +71,7 @@ def _passed(one: Pass) -> tuple[deque[tuple[Seen, Tensor | None]], dict[str, Ten
     replacements |= {id(buffer): buffer.clone() for buffer in buffers.values()}
     recorder, questions = Recorder(samples), one.questions or Questions()
     with hooked(anatomy, plan, recorder), no_autocast_cache(), swapped(anatomy, replacements) as swap:
-        loss = per_sample_loss(one.loss_fn(model, one.batch), samples)
+        loss = checked_losses(one.loss_fn(model, one.batch), samples)
         recorder.recording = False
         if recorder.without_grad:
             refuse_reentrant_checkpoint(loss, f"layer {recorder.without_grad[0]!r}")

@@ -30,7 +30,7 @@ _OF_ROWS = {  # one loss per row already
 _FUNCTIONS = {**_OF_CLASSES, **_OF_ELEMENTS, **_OF_ROWS}
 
 
-def per_sample_loss(loss_fn: Any) -> LossFunction:
+def as_per_sample(loss_fn: Any) -> LossFunction:
     """A function of (model, batch) that returns one loss per sample, from such a function or from a torch criterion.
 
     A criterion such as `nn.CrossEntropyLoss()` is applied to batches of (inputs, targets), without its mean over the
@@ -48,7 +48,7 @@ def per_sample_loss(loss_fn: Any) -> LossFunction:
 
     >>> import torch
     >>> batch = torch.tensor([[1.0, 2.0], [5.0, 5.0]]), torch.zeros(2, 2)
-    >>> per_sample_loss(nn.MSELoss())(nn.Identity(), batch)
+    >>> as_per_sample(nn.MSELoss())(nn.Identity(), batch)
     tensor([ 2.5000, 25.0000])
     """
     if isinstance(loss_fn, _Loss):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def per_sample_loss(result: Any, samples: int, *, differentiable: bool = True) -> Tensor:
+def checked_losses(result: Any, samples: int, *, differentiable: bool = True) -> Tensor:
     """The loss as one number a sample; several losses are added sample by sample."""
     parts = list(result.values()) if isinstance(result, Mapping) else result
     parts = list(parts) if isinstance(parts, (tuple, list)) else [parts]

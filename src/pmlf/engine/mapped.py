@@ -22,7 +22,7 @@ from pmlf.basics.batches import refilled, same_bits, tensors_of, untensored
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.confined import Confined, nothing_left
 from pmlf.engine.layers import VmapUnsupported
-from pmlf.engine.losses import no_autocast_cache, per_sample_loss
+from pmlf.engine.losses import checked_losses, no_autocast_cache
 from pmlf.engine.passes import Pass
 from pmlf.engine.swap import ModelWritten, swapped
 
@@ -50,7 +50,7 @@ def mapped(one: Pass) -> Iterator[tuple[str, Tensor]]:
         replacements |= {id(buffers[name]): buffer for name, buffer in copies.items()}
         with Confined(), swapped(anatomy, replacements) as swap:
             single = refilled(batch, [part.unsqueeze(0) for part in parts])
-            loss = per_sample_loss(one.loss_fn(model, single), 1).sum() * one.weight
+            loss = checked_losses(one.loss_fn(model, single), 1).sum() * one.weight
         swap.refuse_written()
         return loss
 

@@ -20,7 +20,7 @@ from pmlf.basics.ids import id_array
 from pmlf.engine.arithmetic import full_precision
 from pmlf.engine.augmentation import Augmentation
 from pmlf.engine.factors import Factors, Lookup, Outer
-from pmlf.engine.losses import per_sample_loss
+from pmlf.engine.losses import checked_losses
 from pmlf.engine.passes import LossFunction
 from pmlf.engine.patches import Patches
 from pmlf.engine.plan import Plan
@@ -194,7 +194,7 @@ def averaged(loss_fn: LossFunction) -> LossFunction:
 
     def of_units(model: Any, batch: tuple[Any, Tensor]) -> Tensor:
         records, counts = batch
-        losses = per_sample_loss(loss_fn(model, records), len(counts), differentiable=False)
+        losses = checked_losses(loss_fn(model, records), len(counts), differentiable=False)
         return losses / counts.clamp(min=1)
 
     return of_units

@@ -25,7 +25,7 @@ from pmlf.checks.watch import Watch
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.augmentation import Augmentation
 from pmlf.engine.clipper import ClippedSum, Clipper
-from pmlf.engine.criteria import per_sample_loss
+from pmlf.engine.criteria import as_per_sample
 from pmlf.engine.fingerprint import Fingerprint, fingerprint, refuse_other_iterate, refuse_written
 from pmlf.engine.momentum import Clipping
 from pmlf.engine.owners import MicroBatch, averaged, each_a_unit, on_records
@@ -112,7 +112,7 @@ class PrivateStep:
         with self._holding.lent():
             refuse_unsafe_model(model, gradients)
             self._plan = Plan.of(model, gradients)
-        loss_fn = per_sample_loss(loss_fn)
+        loss_fn = as_per_sample(loss_fn)
         if not isinstance(assume_independent_samples, bool):
             raise ValueError(f"assume_independent_samples={assume_independent_samples!r} is neither True nor False")
         self._settings = StepSettings(

@@ -14,7 +14,7 @@ from torch import Tensor
 from pmlf.basics.batches import tensors_of
 from pmlf.engine.half_precision import without_autocast
 from pmlf.engine.layers import Contribution, UnsupportedModel
-from pmlf.engine.losses import no_autocast_cache, per_sample_loss
+from pmlf.engine.losses import checked_losses, no_autocast_cache
 from pmlf.engine.marks import all_marks
 from pmlf.engine.operations.layouts import Layout, Learned, fits, laid_out, picked
 from pmlf.engine.operations.rewritten import REWRITTEN, in_place
@@ -86,7 +86,7 @@ def _passed(one: Pass) -> tuple[Weights, deque[tuple[Use, Tensor, Layout]], int 
     weights = Weights(leaves)
     mode = Uses(weights, tensors_of(one.batch), samples, learned.shared, HANDLERS)
     with no_autocast_cache(), swapped(anatomy, replacements) as swap, functions_entered(), mode:
-        loss = per_sample_loss(one.loss_fn(anatomy.model, one.batch), samples)
+        loss = checked_losses(one.loss_fn(anatomy.model, one.batch), samples)
         mode.recording = False  # a checkpoint runs its part once more, with the same stand-ins
         if not mode.uses:
             raise ValueError(
