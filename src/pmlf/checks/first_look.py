@@ -75,7 +75,7 @@ class FirstLook:
             How the rows of a layer are known to be the samples' own.
         """
         if modes != self._modes:  # another mode is another model
-            refuse_unsafe_model(self._subject.model, self._gradients)
+            refuse_unsafe_model(self._subject.model)
             self._modes = modes
             self.again()
         try:

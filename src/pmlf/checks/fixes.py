@@ -208,7 +208,7 @@ class Attention(nn.Module):
         if not self.batch_first:  # Linear layers see the batch first, whatever the caller's layout
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         q, k, v = self._heads(self.query(query)), self._heads(self.key(key)), self._heads(self.value(value))
-        bias = self._bias(attn_mask, key_padding_mask, q, k)
+        bias = self._bias(attn_mask, key_padding_mask, q)
         mixed = F.scaled_dot_product_attention(q, k, v, bias, self.dropout if self.training else 0.0)
         out = self.out_proj(mixed.transpose(1, 2).flatten(2))
         weights = self._weights(q, k, bias, average_attn_weights) if need_weights else None
@@ -217,7 +217,7 @@ class Attention(nn.Module):
     def _heads(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (n, heads, tokens, width)
 
-    def _bias(self, mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    def _bias(self, mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """Both masks as one additive bias that broadcasts to (n, heads, tokens, keys)."""
         total: Tensor | None = None
         if mask is not None:

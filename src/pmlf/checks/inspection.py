@@ -135,7 +135,7 @@ def check(
     (4, 'proven: no data flow between samples on the executed path')
     """
     require_known(gradients)
-    refuse_unsafe_model(model, gradients)
+    refuse_unsafe_model(model)
     require_positive("clip_norm", clip_norm, "it bounds one sample's part in the sum; the paper uses 1.0")
     clip_norm = float(clip_norm)
     points = resolve(method).points

@@ -33,7 +33,6 @@ from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.layers import UnsupportedModel, VmapUnsupported
 from pmlf.engine.momentum import contributions
 from pmlf.engine.passes import Pass
-from pmlf.engine.plan import Gradients
 
 _FIX = "pmlf.fix_model(model) replaces it"
 _COLLATED_PAIRS = 8  # pairs of records to try: gradients may be zero
@@ -42,7 +41,7 @@ _MOST_IN_DOUBLE = 200_000_000  # parameters: a copy of 1.6 GB
 _MIXING_SEEDS = 6  # all of them miss a random exchange of two samples once in 64 times
 
 
-def refuse_unsafe_model(model: nn.Module, gradients: Gradients = "ghost") -> None:
+def refuse_unsafe_model(model: nn.Module) -> None:
     """Raise ValueError naming the first layer that mixes samples, keeps statistics of the data, or hides gradients."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}: a torch.nn.Module is needed")

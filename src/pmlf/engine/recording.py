@@ -86,9 +86,6 @@ class Recorder:
             )
         return output
 
-    def forget(self) -> None:
-        self.seen, self.edges, self.versions = [], [], []
-
     def refuse_changed_inputs(self) -> None:
         for seen, fixed in zip(self.seen, self.versions, strict=True):
             if any(tensor._version != version for tensor, version in fixed):

@@ -110,7 +110,7 @@ class PrivateStep:
         require_known(gradients)
         self._holding = held_by(model, self._processes, gradients)
         with self._holding.lent():
-            refuse_unsafe_model(model, gradients)
+            refuse_unsafe_model(model)
             self._plan = Plan.of(model, gradients)
         loss_fn = as_per_sample(loss_fn)
         if not isinstance(assume_independent_samples, bool):
