@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from pmlf.checks.draws import constant_draws
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.swap import ModelWritten, tensors_held
 from pmlf.mechanism.noise import SeededRandomness
+
+_T = TypeVar("_T")
 
 
 def made_from_synthetic_inputs(subject: Subject, batch: Any) -> bool:
@@ -49,14 +51,14 @@ def made_from_synthetic_inputs(subject: Subject, batch: Any) -> bool:
     return True
 
 
-def with_constants_made(subject: Subject, example: Callable[[], Any], attempt: Callable[[], None]) -> None:
+def with_constants_made(subject: Subject, example: Callable[[], Any], attempt: Callable[[], _T]) -> _T:
     """attempt(); if the model makes constants in it, make them from inputs like `example()`, and try again."""
     try:
-        attempt()
+        return attempt()
     except ModelWritten:
         if not made_from_synthetic_inputs(subject, example()):
             raise
-        attempt()
+        return attempt()
 
 
 def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -43,6 +43,7 @@ from pmlf.checks.sharding import (
 )
 from pmlf.checks.taint import is_tainted
 from pmlf.engine.anatomy import Anatomy
+from pmlf.engine.graph import nodes_of
 from pmlf.engine.losses import checked_losses
 from pmlf.engine.passes import LossFunction
 from pmlf.engine.plan import Plan
@@ -227,15 +228,9 @@ def _backward_hooks(model: nn.Module) -> str | None:
 
 def _refuse_own_functions(loss: Tensor) -> None:
     """A custom `autograd.Function` may do in its backward pass what it likes."""
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_of(loss):
         if isinstance(node, BackwardCFunction) and not type(node).__module__.startswith("torch."):
             raise Unknown(f"{node.name()} is an autograd.Function with a backward pass of its own")
-        waiting.extend(following for following, _ in node.next_functions)
 
 
 @contextmanager

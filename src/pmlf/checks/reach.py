@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from pmlf.basics.batches import picked, synthetic, tensors_of
 from pmlf.checks.comparison import Subject, singles
+from pmlf.engine.graph import nodes_of
 from pmlf.mechanism.noise import SeededRandomness
 
 _SAMPLES = 4
@@ -73,21 +73,11 @@ def _reached(subject: Subject, batch: Any, training: bool) -> set[str]:
                 ends[node]
                 for part in parts
                 for loss in tensors_of(subject.loss_fn(subject.model, part))
-                for node in _graph(loss.grad_fn)
+                for node in nodes_of(loss)
                 if node in ends
             }
     except Exception:  # classes or tokens that there are not, a mode that the loss does not run in
         return set()
-
-
-def _graph(root: Node | None) -> Iterator[Node]:
-    waiting, seen = [root], set[Node]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            waiting.extend(following for following, _ in node.next_functions)
 
 
 def _without_numbers(name: str) -> str:

@@ -24,7 +24,7 @@ from pmlf.engine.passes import Pass
 from pmlf.engine.plan import Plan
 from pmlf.engine.questions import Questions
 from pmlf.engine.recording import Recorder, Seen, hooked, refuse_reentrant_checkpoint, refuse_rows_of_others
-from pmlf.engine.swap import swapped
+from pmlf.engine.swap import stand_ins, swapped
 
 
 def capture(one: Pass) -> Iterator[tuple[str, Contribution]]:
@@ -34,7 +34,7 @@ def capture(one: Pass) -> Iterator[tuple[str, Contribution]]:
     order, are taken as they are. Other rows are verified: further backward passes scale each sample's loss by marks of
     its own, and its rows must scale with them.
     """
-    calls, of_bare = _passed(one)
+    calls, of_bare = _calls_with_gradients(one)
     while calls:  # what a layer has served for is let go before the next one
         seen, grad = calls.popleft()
         if grad is None:
@@ -59,19 +59,16 @@ def capture(one: Pass) -> Iterator[tuple[str, Contribution]]:
             yield name, grad.unsqueeze(0)
 
 
-def _passed(one: Pass) -> tuple[deque[tuple[Seen, Tensor | None]], dict[str, Tensor | None]]:
+def _calls_with_gradients(one: Pass) -> tuple[deque[tuple[Seen, Tensor | None]], dict[str, Tensor | None]]:
     """The calls of layers in a forward pass with the gradients at their outputs, and the gradients of
     parameters."""
     anatomy, plan, samples = one.anatomy, one.plan, one.samples
     assert samples == 1 or plan.gradients == "ghost"
     leaves = {name: _leaf(plan, name, value).requires_grad_() for name, value in one.values.items()}
-    model, parameters, buffers = anatomy.model, anatomy.parameters, anatomy.buffers
-    versions = [(name, parameter, parameter._version) for name, parameter in parameters.items()]
-    replacements = {id(parameters[name]): leaf for name, leaf in leaves.items()}
-    replacements |= {id(buffer): buffer.clone() for buffer in buffers.values()}
+    versions = [(name, parameter, parameter._version) for name, parameter in anatomy.parameters.items()]
     recorder, questions = Recorder(samples), one.questions or Questions()
-    with hooked(anatomy, plan, recorder), no_autocast_cache(), swapped(anatomy, replacements) as swap:
-        loss = checked_losses(one.loss_fn(model, one.batch), samples)
+    with hooked(anatomy, plan, recorder), no_autocast_cache(), swapped(anatomy, stand_ins(anatomy, leaves)) as swap:
+        loss = checked_losses(one.loss_fn(anatomy.model, one.batch), samples)
         recorder.recording = False
         if recorder.without_grad:
             refuse_reentrant_checkpoint(loss, f"layer {recorder.without_grad[0]!r}")

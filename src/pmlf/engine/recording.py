@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.arithmetic import full_precision
+from pmlf.engine.graph import nodes_of
 from pmlf.engine.layers import Statistics, UnsupportedModel
 from pmlf.engine.marks import alike
 from pmlf.engine.plan import Plan, Watched
@@ -130,19 +131,12 @@ def refuse_rows_of_others(
 
 
 def refuse_reentrant_checkpoint(loss: Tensor, what: str) -> None:
-    waiting: list[Node | None] = [loss.grad_fn]
-    seen: set[Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_of(loss):
         if node.name() == "CheckpointFunctionBackward":
             raise UnsupportedModel(
                 f"{what} runs under reentrant checkpointing, which hides its gradient: checkpoint with "
                 "use_reentrant=False"
             )
-        waiting.extend(next_node for next_node, _ in node.next_functions)
 
 
 def _whole(output: Tensor) -> Tensor:

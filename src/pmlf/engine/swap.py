@@ -75,6 +75,12 @@ def _raise_written(name: str) -> None:
     raise ModelWritten(name)
 
 
+def stand_ins(anatomy: Anatomy, leaves: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """The replacements of a pass: `leaves` for the parameters of these names, and a copy for every buffer."""
+    replacements = {id(anatomy.parameters[name]): leaf for name, leaf in leaves.items()}
+    return replacements | {id(buffer): buffer.clone() for buffer in anatomy.buffers.values()}
+
+
 @contextmanager
 def swapped(anatomy: Anatomy, replacements: Mapping[int, Tensor]) -> Iterator[Swap]:
     """Put `replacements` (by the id of what they replace) in place wherever it is used; restore all afterwards.

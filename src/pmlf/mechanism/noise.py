@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -248,6 +249,29 @@ class SharedRandomness:
 
 
 Randomness = SecureRandomness | SeededRandomness
+
+
+def randomness_from_seed(seed: Any, *, name: str = "seed") -> Randomness:
+    """The source of randomness for an argument `seed`.
+
+    Args:
+        seed: None for the operating system's randomness; a whole number for experiments.
+        name: What the caller's users know the argument as.
+
+    Returns:
+        The source.
+
+    Raises:
+        ValueError: It is neither.
+
+    >>> randomness_from_seed(None).reproducible, randomness_from_seed(7).reproducible
+    (False, True)
+    """
+    if seed is None:
+        return SecureRandomness()
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"{name}={seed!r} is not a whole number or None: None gives cryptographic noise")
+    return SeededRandomness(seed)
 
 
 def randomness_from(generator: torch.Generator | Randomness | None) -> Randomness:

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pmlf.basics.arguments import plain
 from pmlf.evidence.budget import BudgetGuard
 from pmlf.evidence.certificate import sealed
 from pmlf.evidence.ledger import Ledger
 from pmlf.mechanism.filters import LowPass
-from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
+from pmlf.mechanism.noise import randomness_from_seed
 from pmlf.probe import conventions
 from pmlf.probe.heads import HEADS
 from pmlf.probe.labels import declared
@@ -209,7 +210,7 @@ class PrivateProbe:
             raise ValueError(f"X has {rows.records} records and y has {len(labels)}: give one label per record")
         self._declared = declared(self.head, self.classes, self.target_range, labels)
         settings = self._settings(rows.records, checked_blocks(self.blocks, rows.width), self._declared.outputs)
-        randomness = _randomness(self.random_state)
+        randomness = randomness_from_seed(plain(self.random_state), name="random_state")
         if resumed is not None:
             plan = settings.planned(resumed["noise"])
         else:
@@ -325,11 +326,3 @@ class PrivateProbe:
         if "model_" not in vars(self):
             raise conventions.not_fitted("this PrivateProbe is not fitted: call fit(X, y) first")
         return self._declared
-
-
-def _randomness(random_state: Any) -> Randomness:
-    if random_state is None:
-        return SecureRandomness()
-    if isinstance(random_state, (int, np.integer)) and not isinstance(random_state, bool):
-        return SeededRandomness(int(random_state))
-    raise ValueError(f"random_state={random_state!r} is neither None nor a whole number: give None for real privacy")

@@ -23,7 +23,7 @@ from pmlf.engine.operations.uses import Use, Uses, functions_entered
 from pmlf.engine.operations.weights import Weights, of_its_kind
 from pmlf.engine.passes import Pass
 from pmlf.engine.recording import refuse_reentrant_checkpoint
-from pmlf.engine.swap import swapped
+from pmlf.engine.swap import stand_ins, swapped
 
 HANDLERS: dict[str, Any] = {**RULES, **REWRITTEN, "in place": in_place, "by autograd": by_autograd}
 _ATTEMPTS = 64  # tables that look like samples by chance, each found by an attempt
@@ -36,7 +36,7 @@ def taken_at_operations(one: Pass) -> Iterator[tuple[str, Contribution]]:
     found by marks otherwise. A row that is nobody's alone is an error.
     """
     for _ in range(_ATTEMPTS):
-        weights, taken, chance = _passed(one)
+        weights, taken, chance = _uses_with_gradients(one)
         if chance is None:
             break
         one.plan.learned.shared.add(chance)
@@ -73,7 +73,7 @@ def _rules_explained(use: Use) -> Iterator[None]:
         ) from error
 
 
-def _passed(one: Pass) -> tuple[Weights, deque[tuple[Use, Tensor, Layout]], int | None]:
+def _uses_with_gradients(one: Pass) -> tuple[Weights, deque[tuple[Use, Tensor, Layout]], int | None]:
     """The uses of a forward pass, each with the gradient at its output and whose its rows are.
 
     The third is a table that is no sample value though it has as many rows: everything is to be done again.
@@ -81,11 +81,9 @@ def _passed(one: Pass) -> tuple[Weights, deque[tuple[Use, Tensor, Layout]], int 
     anatomy, samples, learned = one.anatomy, one.samples, one.plan.learned
     leaves = {name: value.detach().requires_grad_() for name, value in one.values.items()}
     versions = [(name, parameter, parameter._version) for name, parameter in anatomy.parameters.items()]
-    replacements = {id(anatomy.parameters[name]): leaf for name, leaf in leaves.items()}
-    replacements |= {id(buffer): buffer.clone() for buffer in anatomy.buffers.values()}
     weights = Weights(leaves)
     mode = Uses(weights, tensors_of(one.batch), samples, learned.shared, HANDLERS)
-    with no_autocast_cache(), swapped(anatomy, replacements) as swap, functions_entered(), mode:
+    with no_autocast_cache(), swapped(anatomy, stand_ins(anatomy, leaves)) as swap, functions_entered(), mode:
         loss = checked_losses(one.loss_fn(anatomy.model, one.batch), samples)
         mode.recording = False  # a checkpoint runs its part once more, with the same stand-ins
         if not mode.uses:

@@ -14,7 +14,7 @@ from pmlf.engine.operations.capture import HANDLERS
 from pmlf.engine.operations.uses import Uses, functions_entered, tensors_in
 from pmlf.engine.operations.weights import Weights
 from pmlf.engine.passes import Pass
-from pmlf.engine.swap import swapped
+from pmlf.engine.swap import stand_ins, swapped
 
 
 def operations_of(one: Pass) -> dict[str, set[str]]:
@@ -22,7 +22,7 @@ def operations_of(one: Pass) -> dict[str, set[str]]:
 
     "autograd of x" is an operation without a rule, which is run backwards for every sample.
     """
-    mode = _passed(one)
+    mode = _looked_at(one)
     found: dict[str, set[str]] = {}
     for use in mode.uses:
         for weight in use.weights:
@@ -35,7 +35,7 @@ def layers_suffice(one: Pass) -> bool:
     """Whether every use of a parameter, in a forward pass, is by the layer that it belongs to."""
     layers = [one.anatomy.modules[watched.name] for watched in one.plan.watched]
     try:
-        return not _passed(one, layers).elsewhere
+        return not _looked_at(one, layers).elsewhere
     except UnsupportedModel:
         return True  # then layers are all there is
 
@@ -58,11 +58,10 @@ class _Looked(Uses):
         return out
 
 
-def _passed(one: Pass, layers: list[nn.Module] | None = None) -> _Looked:
+def _looked_at(one: Pass, layers: list[nn.Module] | None = None) -> _Looked:
+    """A forward pass as the operations in it see it; with `layers`, also which of these runs."""
     anatomy = one.anatomy
     leaves = {name: value.detach().requires_grad_() for name, value in one.values.items()}
-    replacements = {id(anatomy.parameters[name]): leaf for name, leaf in leaves.items()}
-    replacements |= {id(buffer): buffer.clone() for buffer in anatomy.buffers.values()}
     mode = _Looked(leaves, one)
 
     def leave(layer: nn.Module, *given: Any) -> None:
@@ -74,7 +73,7 @@ def _passed(one: Pass, layers: list[nn.Module] | None = None) -> _Looked:
     ]
     handles += [layer.register_forward_hook(leave, always_call=True) for layer in layers or ()]
     try:
-        with no_autocast_cache(), swapped(anatomy, replacements), functions_entered(), mode:
+        with no_autocast_cache(), swapped(anatomy, stand_ins(anatomy, leaves)), functions_entered(), mode:
             one.loss_fn(anatomy.model, one.batch)
     finally:
         for handle in handles:

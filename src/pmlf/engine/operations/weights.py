@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pmlf.engine.arithmetic import blocks, full_precision
 from pmlf.engine.factors import Factors, Lookup, Outer
+from pmlf.engine.graph import nodes_of
 from pmlf.engine.layers import Contribution
 
 _PULLED_BYTES = 1 << 26  # of cotangents at work at once
@@ -57,17 +58,8 @@ class Weights:
         """The names of the parameters that a weight is made of."""
         if id(tensor) in self._names:
             return {self._names[id(tensor)]}
-        names, waiting, seen = set[str](), [tensor.grad_fn], set[object]()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) in self._names:
-                names.add(self._names[id(leaf)])
-            waiting += [following for following, _ in node.next_functions]
-        return names
+        leaves = (getattr(node, "variable", None) for node in nodes_of(tensor))
+        return {self._names[id(leaf)] for leaf in leaves if leaf is not None and id(leaf) in self._names}
 
     def carried(self, weight: Tensor, found: Contribution) -> Named:
         """What a use says about a weight, as contributions to parameters; what has to be pulled back waits."""
