@@ -154,8 +154,9 @@ def modes_to_check(subject: Subject, batch: Any) -> tuple[bool, ...]:
         )
     if not subject.model.training:
         return (False,)
-    trained, again = losses(True, 0), losses(True, 1)
-    return (False,) if drew or _same(evaluated, trained) or not _same(trained, again) else (False, True)
+    in_training, again = losses(True, 0), losses(True, 1)
+    random = drew or not _same(in_training, again)
+    return (False,) if random or _same(evaluated, in_training) else (False, True)
 
 
 def _refuse_unmapped(subject: Subject, batch: Any) -> None:

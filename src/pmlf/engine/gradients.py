@@ -142,8 +142,8 @@ class ParameterGradient:
         """The marked samples were taken up by `add_clipped`, unless they are held."""
         self.factors = [factors.without(taken) for factors in self.factors]
 
-    def without(self, refused: Tensor) -> None:
-        """Blank out the samples marked in `refused`."""
+    def blank_out(self, refused: Tensor) -> None:
+        """Set the gradients of the samples marked in `refused` to zero."""
         if self._held is not None:
             self._held = blank(self._held, refused)
         self.factors = [factors.without(refused) for factors in self.factors]

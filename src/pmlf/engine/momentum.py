@@ -168,7 +168,7 @@ class SampleMomentum:
             out.zero_()
         if name in self._touched:
             if refused is not None:
-                self._gradients[name].without(refused)
+                self._gradients[name].blank_out(refused)
             self._gradients[name].write_clipped_sum(scale, out, add=before is not None)
 
     def _taken_as_ordinary(self, names: Sequence[str], clip_norm: float, clipping: Clipping) -> _Taken:
