@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def generator_states(device: torch.device) -> tuple[Tensor, ...]:
-    """Of the CPU's generator and of the device's, if that is another one. They are on the host.
+    """The states of the CPU's generator and of the device's, if that is another one, as tensors on the host.
 
     >>> before = generator_states(torch.device("cpu"))
     >>> same_states(before, generator_states(torch.device("cpu")))

@@ -204,7 +204,7 @@ def undisturbed(
     originals = originals or Originals(parameters.values())
     bits = {name: bit_digest(parameter.detach()) for name, parameter in parameters.items()}
     buffers = {id(buffer): buffer.clone() for buffer in anatomy.buffers.values()}
-    values = [(vars(module), plain_values(module)) for module in modes]  # counters, "begun": a check is no use of it
+    values = [(vars(module), plain_values(module)) for module in modes]  # counters and flags: put back afterwards
     for module in modes:
         module.training = training and modes[module] and (dropout or not isinstance(module, _DropoutNd))
     try:

@@ -327,7 +327,7 @@ def _owners(plan: Plan) -> dict[str, Watched]:
 
 
 def _rules(one: Pass) -> dict[str, str]:
-    """By what each parameter's gradient is taken: a layer's rule, or the operations that use it."""
+    """What each parameter's gradient is taken by: a layer's rule, or the operations that use it."""
     if one.plan.learned.by_operations:
         used = operations_of(one)
         return {name: ", ".join(sorted(used.get(name, {"unreached"}))) for name in one.plan.parameters}

@@ -30,7 +30,7 @@ def _batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
     bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """With statistics that it has, not those of the batch."""
+    """Batch normalisation by elementwise operations, where its statistics are not those of the batch."""
     if training or running_mean is None or running_var is None:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     channels = (1, -1, *[1] * (input.ndim - 2))

@@ -118,7 +118,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Request(NamedTuple):
-    """For the data of other samples: what came of it, the operation, whether of integers alone, and from where."""
+    """A request for the data of other samples: its error, operation and stack; whether that takes integers alone."""
 
     error: Exception
     operation: str

@@ -180,7 +180,7 @@ def _runs(subject: Subject, batch: Any, training: bool) -> bool:
 
 
 def _refuse_mixed_losses(subject: Subject, batch: Any) -> None:
-    """In training mode: with the same draws the first sample's loss must not move when the others change."""
+    """Raise ValueError if, in training mode and with the same draws, the first sample's loss moves with the others."""
     samples = batch_size(batch)
 
     def losses(of: Any, seed: int) -> tuple[Tensor, bool]:
@@ -326,7 +326,7 @@ def _collates(
 
 
 def check_augmentation(function: Callable[[Any, Tensor], Any], batch: Any, uniforms: Tensor) -> None:
-    """An augmented sample must not depend on the others."""
+    """Raise ValueError if an augmented sample depends on the others."""
     together = function(batch, uniforms)
     for index, single in enumerate(singles(batch)):
         chosen = slice(index, index + 1)

@@ -93,7 +93,7 @@ class Watch:
             self._hold_constant(taken, point, allowed)
 
     def _hold_constant(self, taken: WatchedPass, point: PointPass, allowed: float) -> None:
-        """For draws that cannot be repeated for a part of a batch: all of them are made constant."""
+        """Compare with all random draws made constant, where they cannot be repeated for a part of a batch."""
         try:
             with constant_draws():
                 again = point.taken_again(self._subject, taken.samples, recording=False)
@@ -178,7 +178,7 @@ class PointPass:
 
 
 def watched_pass(subject: Subject, samples: list[int], size: int, *, recording: bool) -> WatchedPass:
-    """For some samples of a batch of the subject's."""
+    """A `WatchedPass` that follows some samples of a batch, on the device and in the way of the subject."""
     device = next(subject.model.parameters()).device
     formed = subject.plan.learned.by_operations
     return WatchedPass(samples, size, device, recording=recording, formed=formed)

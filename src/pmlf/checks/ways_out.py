@@ -33,7 +33,7 @@ def faster_way(subject: Subject, batch: Any) -> str:
 
 
 def _seconds(subject: Subject, batch: Any, way: Gradients) -> float | None:
-    """Of the second of two clipped sums; None if the way cannot be gone."""
+    """The time per sample of a clipped sum, the second of two; None if gradients cannot be computed this way."""
     try:
         other = replace(subject, plan=Plan.of(subject.model, way), weights=(1.0,))
         with other.undisturbed(training=subject.model.training):

@@ -67,7 +67,7 @@ class Classes:
         return outputs.softmax(-1)
 
     def rows(self, activated: Tensor) -> list[dict[str, Any]]:
-        """For each sample its class, the probability of it, and the probability of every class."""
+        """Each sample's class, the probability of it, and the probability of every class."""
         probabilities = activated.tolist()
         return [
             {
@@ -129,7 +129,7 @@ class LabelSet:
         return outputs.sigmoid()
 
     def rows(self, activated: Tensor) -> list[dict[str, Any]]:
-        """For each sample its labels and the probability of every label."""
+        """Each sample's labels and the probability of every label."""
         return [
             {
                 "prediction": SEPARATOR.join(name for name, value in zip(self.names, row, strict=True) if value > 0.5),

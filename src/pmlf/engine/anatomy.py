@@ -17,7 +17,7 @@ class Anatomy:
 
     @property
     def modes(self) -> tuple[bool, ...]:
-        """Of training or evaluation, module by module."""
+        """Whether each module is in training mode."""
         return tuple([module.training for module in self.modules.values()])
 
     def _visit(self, module: nn.Module, prefix: str, known: set[int]) -> None:

@@ -44,17 +44,17 @@ def same_memory(one: Tensor, two: Tensor) -> bool:
 
 
 def full_precision(tensor: Tensor) -> Tensor:
-    """At least float32: norms and sums are never taken in half precision."""
+    """The tensor in float32 or better: norms and sums are never taken in half precision."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def wide_dtype(tensor: Any) -> torch.dtype:
-    """float64 where the device has it."""
+    """float64 where the device has it, else float32."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 def wide_numbers(tensor: Tensor) -> Tensor:
-    """In float64, where they are; on the CPU if their device has none."""
+    """The numbers in float64, on their device or, if that has no float64, on the CPU."""
     return tensor.to("cpu", torch.float64) if wide_dtype(tensor) != torch.float64 else tensor.to(torch.float64)
 
 

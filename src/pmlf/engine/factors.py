@@ -55,7 +55,7 @@ class Factors(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the sides."""
+        """The precision of the sides."""
         return self.like.dtype
 
     @property
@@ -94,7 +94,7 @@ class Factors(ABC):
         (n, groups, tokens, cols)."""
 
     def vectors(self) -> tuple[Tensor, ...]:
-        """Of a single token, (samples, features) each: its gradient is their product, with one-hot vectors left out."""
+        """The sides, (samples, features) each, of a single token; no one-hot vectors. The gradient is their product."""
         return tuple(side.flatten(1) for side in self.sides(slice(0, self.samples)) if side.is_floating_point())
 
     @property

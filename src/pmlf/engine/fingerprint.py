@@ -19,7 +19,7 @@ _WEIGHTS = torch.randint(-(2**62), 2**62, (_ROW,), generator=torch.Generator().m
 
 
 class Fingerprint(NamedTuple):
-    """Of some parameters: the version of each, and a digest of its bits on their device."""
+    """The version of each of some parameters, and a digest of its bits on their device."""
 
     versions: tuple[int, ...]
     digests: Tensor  # (parameters,)
@@ -30,7 +30,7 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> Fingerprint:
-    """Version and a digest of the bits of each parameter; nothing is read from their device."""
+    """The fingerprint of some parameters, computed without reading anything from their device."""
     given = list(parameters)
     if not given:
         return Fingerprint((), torch.zeros(0, dtype=torch.int64))

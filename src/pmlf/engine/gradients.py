@@ -131,15 +131,15 @@ class ParameterGradient:
         self._total.addmv_(part.mT, scale.to(part))
 
     def forget_factors(self) -> None:
-        """All samples were taken up by `add_clipped`."""
+        """Drop the factors: `add_clipped` has taken up all samples."""
         self.factors = []
 
     def forget_total(self) -> None:
-        """What `add_clipped` has taken up counts no more."""
+        """Drop what `add_clipped` has taken up."""
         self._total = None
 
     def set_aside(self, taken: Tensor) -> None:
-        """The marked samples were taken up by `add_clipped`, unless they are held."""
+        """Drop the factors of the marked samples, which `add_clipped` has taken up; gradients that are held stay."""
         self.factors = [factors.without(taken) for factors in self.factors]
 
     def blank_out(self, refused: Tensor) -> None:

@@ -142,7 +142,7 @@ def _rms_norm(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
 
 
 def _group_norm(call: Call, wanted: Collection[str]) -> dict[str, Contribution]:
-    """By the forward pass's own statistics: sum grad * (x - mean) / deviation = (sum grad * x - mean * sum grad) /
+    """Uses the forward pass's own statistics: sum grad * (x - mean) / deviation = (sum grad * x - mean * sum grad) /
     deviation, which is how torch's backward pass computes the batch's gradient too."""
     groups, eps = call.module.num_groups, call.module.eps
     if call.statistics is None:

@@ -16,7 +16,7 @@ DIGIT = 16
 
 
 def all_marks(loss: Tensor) -> list[Tensor]:
-    """For each pass the marks of all samples.
+    """The marks of all samples in each of the passes that tell the samples apart.
 
     >>> [marks.log2().neg().int().tolist() for marks in all_marks(torch.zeros(17))]  # doctest: +NORMALIZE_WHITESPACE
     [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 1],

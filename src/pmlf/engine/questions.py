@@ -18,7 +18,7 @@ Act = Callable[[list[float]], None]
 
 
 class Questions:
-    """What is to be done with numbers once they are read.
+    """Questions to a device: what is to be done with numbers once they are read.
 
     >>> questions = Questions()
     >>> questions.ask(torch.tensor([1.0, 2.0]), print)

@@ -31,7 +31,7 @@ class MethodResults:
 
     @property
     def seconds(self) -> float:
-        """Of all runs together."""
+        """The seconds that all runs took together."""
         return sum(run.seconds for run in self.runs)
 
     @property

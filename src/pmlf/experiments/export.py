@@ -34,7 +34,7 @@ _TOKENS, _ROWS = 8, 2  # of the example that a graph is traced with; both are dy
 
 
 class Served(nn.Module):
-    """From raw tensors to probabilities: bytes of pixels, tokens or encoded columns, through the model."""
+    """Computes probabilities from raw tensors (bytes of pixels, tokens or encoded columns) through the model."""
 
     scale: Tensor
     shift: Tensor

@@ -108,6 +108,6 @@ class RunProgress:
 
 
 def _digest(task: Task, key: bytes) -> str:
-    """Of the records, and of which of them belong together."""
+    """A digest of the records, and of which of them belong together."""
     found = records_digest(task.train, task.collate_fn, key)
     return found if task.units is None else f"{found} {task.units.digest(key)}"

@@ -25,7 +25,7 @@ class Event:
     overflow: float = 0.0
 
     def document(self) -> dict[str, float]:
-        """As JSON; what an event does not have is left out.
+        """The event as a JSON object, without the fields that it does not have.
 
         >>> Event(noise_multiplier=1.0, sample_rate=0.1).document()
         {'noise_multiplier': 1.0, 'sample_rate': 0.1}

@@ -154,7 +154,7 @@ class ParameterShards:
         return {name: self._whole[name].value for name in values}
 
     def digest(self) -> list[int]:
-        """Of the bits of all parameters that are lent."""
+        """A digest of the bits of each parameter that is lent."""
         return [bit_digest(rows.value) for rows in self._whole.values()]
 
     def reduced(self, totals: Mapping[str, Tensor], onto: Mapping[str, Tensor]) -> None:
@@ -182,7 +182,7 @@ class ParameterShards:
 
 @dataclass(frozen=True)
 class Failure:
-    """In place of a micro-batch: why this rank has none."""
+    """Stands in place of a micro-batch, and says why this rank has none."""
 
     error: BaseException
 
@@ -232,7 +232,7 @@ class GatheredHistory:
         self._digest = shards.digest()
 
     def evaluate(self, point: Point, current: Sequence[Tensor]) -> list[Tensor]:
-        """As `History.evaluate`, whole."""
+        """The whole parameters of an evaluation point, gathered from what `History.evaluate` finds on every rank."""
         self.refuse_written()
         assert point == self._waiting.pop(0)
         found = self._history.evaluate(point, list(self._current.values()))

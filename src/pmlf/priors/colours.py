@@ -33,7 +33,7 @@ class ColourSpec:
 
     @property
     def channels(self) -> int:
-        """One per colour."""
+        """The number of channels, one per colour."""
         return self.colours
 
 

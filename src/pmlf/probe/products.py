@@ -59,7 +59,7 @@ class ShapedRows:
         return self.rows.width + (self.intercept > 0)
 
     def prepared(self, weights: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """For every block t * weights, and its product with the mean."""
+        """Two lists with an entry per block: t * weights, and its product with the mean."""
         scaled = [shape.scale[:, None] * weights[shape.block.columns].double() for shape in self.shapes]
         means = [shape.mean.double() @ part for shape, part in zip(self.shapes, scaled, strict=True)]
         return [part.float() for part in scaled], [part.float() for part in means]

@@ -174,7 +174,7 @@ def _cpu(
 
 
 def _small_images(model: str, epsilons: Sequence[float]) -> Panel:
-    """For models that are slow on a CPU: a smaller one, fewer and smaller images, E B / n as in the paper."""
+    """A panel for models that are slow on a CPU: a smaller one, fewer and smaller images, E B / n as in the paper."""
     setting = Setting(
         dataset="mnist",
         records=2_400,

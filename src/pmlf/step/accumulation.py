@@ -87,7 +87,7 @@ class Accumulation:
         return self.clipper.add(momenta(), pending.total, trained)[0]
 
     def _number(self, pending: PendingSum) -> int:
-        """Of the next micro-batch, among those of all ranks."""
+        """The number of the next micro-batch, among those of all ranks."""
         return pending.micro_batches * self.processes.size + self.processes.rank
 
     def added_to_shards(

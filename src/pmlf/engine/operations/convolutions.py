@@ -36,7 +36,7 @@ class Convolution:
         return values * self.space if len(values) == 1 else values
 
     def _padding(self, value: Any) -> tuple[int, ...]:
-        """As F.pad takes it: last axis first, before and after."""
+        """The padding as `F.pad` takes it: last axis first, before and after."""
         if value == "valid":
             value = 0
         if value == "same":

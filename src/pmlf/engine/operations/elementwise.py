@@ -124,8 +124,10 @@ def derivative(
 def affine(
     grad: Tensor, normal: Callable[[], Tensor] | None, channels: bool, weight: torch.Size, layout: Layout
 ) -> Contribution:
-    """Of a normalisation's weight (`normal` is its input, normalised) or bias (None): along axis 1, `channels`, or the
-    last axes."""
+    """The contribution to a normalisation's weight (`normal` is its input, normalised) or bias (`normal` is None).
+
+    The parameter lies along axis 1 (`channels`) or along the last axes.
+    """
     terms = [grad] if normal is None else [grad, normal()]
     if not channels:
         return reduced(terms, grad.shape, weight, layout)

@@ -133,7 +133,7 @@ class Learned:
         self.shared: set[int] = set()  # weights that have as many rows as there are samples, by chance
 
     def layout(self, key: Key, shape: torch.Size, samples: int) -> Layout | None:
-        """Of a use, where it is known and follows from the shape; a single sample has all rows."""
+        """The layout of a use, None where it is not known or does not fit the shape; a single sample has all rows."""
         found = self.layouts.get(key)
         fits = found is not None and found.axis < len(shape) and found.order != "picked"
         if found is not None and fits and shape[found.axis] % samples == 0:

@@ -63,14 +63,14 @@ def _outer(left: Tensor, right: Tensor) -> Outer:
 
 
 def linear_letters(axes: int) -> tuple[str, str, str]:
-    """Of the input, the weight and the output of `linear`."""
+    """The letters of the input, the weight and the output of `linear`."""
     lead = LETTERS[: axes - 1]
     return lead + "y", "xy", lead + "x"
 
 
 def matmul_letters(first: Tensor, second: Tensor, output: Tensor) -> tuple[str, str, str] | None:
-    """Of both sides and the output of `matmul`; None where a side is a vector, or an axis of size 1 is broadcast that
-    the letters cannot leave out."""
+    """The letters of both sides and the output of `matmul`; None where a side is a vector, or an axis of size 1 is
+    broadcast that the letters cannot leave out."""
     if first.ndim < 2 or second.ndim < 2:
         return None
     lead = LETTERS[: output.ndim - 2]
@@ -104,14 +104,14 @@ def spelled_out(equation: str, axes: Sequence[int]) -> tuple[list[str], str]:
 
 
 def squeezed(tensor: Tensor, letters: str, sizes: dict[str, int]) -> tuple[Tensor, str]:
-    """Without the axes of size 1 that were broadcast to others."""
+    """The tensor and its letters, without the axes of size 1 that were broadcast to others."""
     kept = [axis for axis, letter in enumerate(letters) if tensor.shape[axis] == sizes[letter]]
     shape = [tensor.shape[axis] for axis in kept]
     return tensor.reshape(shape), "".join(letters[axis] for axis in kept)
 
 
 def looked_up(grad: Tensor, index: Tensor, weight: Tensor, padding: int | None, layout: Layout) -> Contribution:
-    """Of rows of a table, by their numbers."""
+    """The contribution of rows that were looked up in a table, by their numbers."""
     columns = math.prod(weight.shape[1:])
     samples = layout.samples
     if layout.axis >= index.ndim:  # an axis of the table's own

@@ -51,7 +51,7 @@ CELLS: dict[str, Cell] = {"lstm": lstm_cell, "gru": gru_cell, "rnn_tanh": tanh_c
 
 
 class Weights4(NamedTuple):
-    """Of one direction of one layer: of the input, of the state, and their biases; the projection of an LSTM."""
+    """The weights of one direction of one layer: for the input, for the state, their biases, an LSTM's projection."""
 
     input: Tensor
     state: Tensor

@@ -159,7 +159,7 @@ def _pairwise(letters: list[str], output: str, operands: Sequence[Tensor]) -> Te
 def _product(
     grad: Tensor, output: str, other: tuple[Tensor, str], weight: tuple[Tensor, str], layout: Layout
 ) -> Contribution | None:
-    """By letters, where axes of size 1 may have been broadcast."""
+    """The contribution to one side of a product that is given by letters; axes of size 1 may have been broadcast."""
     sizes: dict[str, int] = dict(zip(output, grad.shape, strict=True))
     for tensor, letters in (other, weight):
         for letter, size in zip(letters, tensor.shape, strict=True):

@@ -132,7 +132,7 @@ class Uses(TorchFunctionMode):
         return self._of_weights(func, operation, args, kwargs)
 
     def _handled(self, handler: Callable[..., Any], func: Any, args: Any, kwargs: Any, with_samples: bool) -> Any:
-        """By its rule; by autograd where an operation is called in a form that the rule does not know."""
+        """The output of an operation by its rule; NotImplemented for a form of call that the rule does not know."""
         before = len(self.uses)
         try:
             return handler(self, func, args, kwargs, with_samples)
@@ -154,7 +154,7 @@ class Uses(TorchFunctionMode):
         return known is not None and known() is tensor
 
     def mark(self, tensor: Tensor) -> None:
-        """It was computed from the samples."""
+        """Remember that a tensor was computed from the samples."""
         self._of_samples[id(tensor)] = weakref.ref(tensor)
 
     def _tag(self, func: Any, out: Any, tensors: Sequence[Tensor]) -> None:

@@ -47,11 +47,11 @@ class Weights:
         self._known.setdefault(id(tensor), _Known(tensor, copy_of))
 
     def forget(self, tensor: Tensor) -> None:
-        """It is none any more: samples were written into it."""
+        """Drop a weight that is none any more, because samples were written into it."""
         del self._known[id(tensor)]
 
     def name(self, tensor: Tensor) -> str:
-        """Of a parameter, or of the parameters that a weight is made of."""
+        """The name of a parameter; a description of a weight that is made of parameters."""
         return self._names.get(id(tensor)) or "a weight made of parameters"
 
     def parameters_of(self, tensor: Tensor) -> set[str]:
@@ -79,7 +79,7 @@ class Weights:
                 self._wait(weight, found)
 
     def pulled_back(self) -> Named:
-        """What was waiting."""
+        """The contributions that were waiting, pulled back to the parameters."""
         while self._waiting:
             _, (weight, rows) = self._waiting.popitem()
             for name, found in zip(self._leaves, self._pulled(weight, rows), strict=True):

@@ -33,7 +33,7 @@ def tokens(outputs: Any, batch: Batch, smoothing: float) -> Tensor:
 
 
 def next_tokens(outputs: Any, batch: Batch, smoothing: float) -> Tensor:
-    """As `tokens`, where each position predicts the token after it."""
+    """The loss of `tokens`, with each position predicting the token after it."""
     return mean_over_tokens(outputs.logits[:, :-1], batch["labels"][:, 1:], smoothing)
 
 

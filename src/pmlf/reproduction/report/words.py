@@ -50,7 +50,7 @@ TO_RECORD = (
 
 
 def missing(records: Sequence[Record]) -> list[str]:
-    """What has not been run: of the set for two cores, and of the records."""
+    """What has not been run, of the set for two cores and of the records."""
     lines = []
     real = [record for record in records if record.profile != "smoke" and record.done]
     for name, protocol in TO_RECORD:
