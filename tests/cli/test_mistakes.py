@@ -52,6 +52,7 @@ TYPED = {
     "compare --plot picture.jpg": "end the name in .png, .pdf, .svg",
     "account --certificate missing.json": "'missing.json' does not exist",
     "account --certificate own.csv": "'own.csv' is not a certificate",
+    "tune --mode accounted --mean-trials 0.5": "--mean-trials=0.5 is not in [1, 10000]: it is the mean",
     "account --records 0": "--records=0 is not a number of training records: give 1 or more",
     "plan --epsilons -1 --model linear --no-timing": "--epsilons=-1.0 is not a privacy budget",
     "plan --model mlp": "--model mlp is for tables: give --features",

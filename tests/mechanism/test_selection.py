@@ -71,7 +71,7 @@ def _halting(mean: float) -> float:
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [({"mean": 0.5}, "mean_trials=0.5"), ({"mean": 5.0, "distribution": "fixed"}, "logarithmic, geometric, poisson")],
+    [({"mean": 0.5}, "^mean=0.5 is not"), ({"mean": 5.0, "distribution": "fixed"}, "logarithmic, geometric, poisson")],
 )
 def test_what_cannot_be_accounted_for_is_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):

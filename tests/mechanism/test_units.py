@@ -95,8 +95,8 @@ def test_a_draw_is_issued_again_with_the_same_records() -> None:
     ("ids", "most", "size", "said"),
     [
         (IDS[1:], 8, 64, "100 ids for 101 records"),
-        (IDS, 65, 64, "max_records_per_unit=65 is more than max_physical_batch_size=64"),
-        (IDS, 0, 64, "max_records_per_unit=0"),
+        (IDS, 65, 64, "up to 65 records, which is more than max_physical_batch_size=64"),
+        (IDS, 0, 64, "^most=0 is not"),
         ([None] * len(IDS), 8, 64, "missing"),
     ],
 )

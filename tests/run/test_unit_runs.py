@@ -185,6 +185,7 @@ def test_a_holdout_keeps_whole_units(tmp_path: Path) -> None:
         (["--unit-column", "patient"], "has no column 'patient', only 'age', 'ill', 'patient_id'"),
         (["--max-records-per-unit", "3"], "--max-records-per-unit is only for --unit-column"),
         (["--unit-column", "patient_id", "--max-records-per-unit", "999"], "is more than"),
+        (["--unit-column", "patient_id", "--max-records-per-unit", "0"], "--max-records-per-unit=0 is not a whole"),
     ],
 )
 def test_mistakes_with_units_are_answered(

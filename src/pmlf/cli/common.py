@@ -100,6 +100,8 @@ def in_words_of_the_command_line(error: Exception, command: Command | None) -> s
     typed = _LIBRARY_NAMES | {name: flag(name) for name in options}
     if "epsilons" in options:  # `pmlf plan` takes several
         typed["target_epsilon"] = flag("epsilons")
+    if "mean_trials" in options:
+        typed["mean"] = flag("mean_trials")  # of a `Selection`
 
     def as_flag(found: re.Match[str]) -> str:
         name = found["quoted"] or found["bare"]

@@ -26,7 +26,7 @@ from pmlf.experiments.options import OwnData
 from pmlf.experiments.scoring import scored
 from pmlf.experiments.spec import RunSpec
 from pmlf.experiments.splits import by_length, length, lengths
-from pmlf.mechanism.units import MOST_RECORDS, Units
+from pmlf.mechanism.units import MOST_RECORDS, Units, require_unit_arguments
 from pmlf.models.pretrained import Tuning
 from pmlf.models.text import load_classifier, load_language_model
 from pmlf.models.vision import ImageInput, load_image_classifier
@@ -110,8 +110,10 @@ def _of_units(task: Task, spec: RunSpec) -> Task:
         _refuse_given("`unit_column`", {"max_records_per_unit": most})
         return task
     assert spec.own.unit_column is not None
+    most = MOST_RECORDS if most is None else most
+    require_unit_arguments(most, spec.own.unit_column)
     own = ids[splits.indices(task.train)]
-    return replace(task, units=Units(own, most=MOST_RECORDS if most is None else most, name=spec.own.unit_column))
+    return replace(task, units=Units(own, most=most, name=spec.own.unit_column))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ class Selection:
             names = ", ".join(DISTRIBUTIONS)
             raise ValueError(f"distribution={self.distribution!r} is not known: give one of {names}")
         if not (is_number(self.mean) and 1.0 <= self.mean <= _MOST_MEAN):
-            raise ValueError(f"mean_trials={self.mean} is not in [1, {_MOST_MEAN:g}]: it is the mean number of trials")
+            raise ValueError(f"mean={self.mean} is not in [1, {_MOST_MEAN:g}]: it is the mean number of trials")
 
     def epsilon(self, event: Event, *, steps: int, delta: float) -> float:
         """epsilon at delta of everything: an upper bound by Renyi divergences.

@@ -14,7 +14,23 @@ from pmlf.basics.ids import id_array
 from pmlf.mechanism.noise import Stream, keyed_uniforms
 
 MOST_RECORDS = 32  # of a unit in a step, unless another number is given
+_MOST_IS = "it is the number of records that a unit brings to a step"
 _PADDING, _LITTLE = 1.2, 16  # records and padding over records; padding that is always allowed
+
+
+def require_unit_arguments(max_records_per_unit: Any, unit_name: Any) -> None:
+    """Check what `Units` takes as `most` and `name`, for callers whose users know them by these names.
+
+    Raises:
+        ValueError: One is not possible.
+    """
+    require_count("max_records_per_unit", max_records_per_unit, _MOST_IS)
+    _require_name("unit_name", unit_name)
+
+
+def _require_name(argument: str, value: Any) -> None:
+    if not (isinstance(value, str) and value.strip() and value.isprintable()):
+        raise ValueError(f"{argument}={value!r} is not a name: give a word such as 'patient'")
 
 
 class Units:
@@ -37,9 +53,8 @@ class Units:
     """
 
     def __init__(self, ids: Any, *, most: int = MOST_RECORDS, name: str = "unit") -> None:
-        require_count("max_records_per_unit", most, "it is the number of records that a unit brings to a step")
-        if not (isinstance(name, str) and name.strip() and name.isprintable()):
-            raise ValueError(f"unit_name={name!r} is not a name: give a word such as 'patient'")
+        require_count("most", most, _MOST_IS)
+        _require_name("name", name)
         self.name, self.most = name, most
         _, self._unit = np.unique(id_array(ids), return_inverse=True)
         self._order = np.argsort(self._unit, kind="stable")  # the records, one unit after the other
@@ -51,8 +66,8 @@ class Units:
             raise ValueError(f"units has {self.records} ids for {records} records: give one id per record")
         if self.most > together:
             raise ValueError(
-                f"max_records_per_unit={self.most} is more than max_physical_batch_size={together}: the records of a "
-                "unit are clipped together, so give a larger max_physical_batch_size or a smaller max_records_per_unit"
+                f"a unit brings up to {self.most} records, which is more than max_physical_batch_size={together}: they "
+                "are clipped together, so give a larger max_physical_batch_size or fewer records per unit"
             )
 
     @property
