@@ -161,7 +161,7 @@ REFUSED_SETTINGS = [
     (["--beta", "0"], "beta=0.0"),
     (["--beta", "1.1"], "beta=1.1"),
     (["--a", "-1", "--b", "0.5"], "unstable"),
-    (["--a", "-0.9", "--b", "0.2"], ": divide b by the gain.\n"),
+    (["--a", "-0.9", "--b", "0.2"], ": divide b by the gain\n"),
     (["--a", "-0.9", "--b", "0", "0.1"], "b_0 = 0"),
     (["--dataset", "imagenet"], "dataset 'imagenet'"),
     (["--model", "gpt"], "model 'gpt'"),
@@ -210,7 +210,7 @@ def test_a_file_that_is_not_there_is_said_in_words(call: Call, tmp_path: Path) -
 
 def test_a_filter_of_another_gain_is_refused_with_the_option_that_allows_it(call: Call) -> None:
     code, _, err = call("filter", "--b", 0.3)
-    assert code == 2 and "--b=(0.3,) has DC gain 3" in err and err.endswith("or give --uncorrected.\n")
+    assert code == 2 and "--b=(0.3,) has DC gain 3" in err and err.endswith("or give --uncorrected\n")
     assert call("filter", "--b", 0.3, "--uncorrected")[0] == 0
 
 

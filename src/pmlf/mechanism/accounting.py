@@ -234,7 +234,7 @@ def delta(
     """
     check_mechanism(noise_multiplier, sample_rate, steps, accountant)
     if not (is_number(epsilon) and 0 <= epsilon < math.inf):
-        raise ValueError(f"epsilon={epsilon} is not a privacy loss: give a finite number of at least 0.")
+        raise ValueError(f"epsilon={epsilon} is not a privacy loss: give a finite number of at least 0")
     check_overflow(overflow, bands)
     if steps == 0:
         return 0.0
@@ -287,20 +287,20 @@ def noise_multiplier(
     check_mechanism(1.0, sample_rate, steps, accountant)
     check_delta("target_delta", target_delta, accountant)
     if not (is_number(target_epsilon) and 0 < target_epsilon < math.inf):
-        raise ValueError(f"target_epsilon={target_epsilon} is not a privacy budget: give a finite number above 0.")
+        raise ValueError(f"target_epsilon={target_epsilon} is not a privacy budget: give a finite number above 0")
     if not _LEAST_EPSILON <= target_epsilon <= _MOST_EPSILON:
         raise ValueError(
             f"target_epsilon={target_epsilon} is outside [{_LEAST_EPSILON:g}, {_MOST_EPSILON:g}]: a smaller budget "
-            "leaves only noise, a larger one protects nothing."
+            "leaves only noise, a larger one protects nothing"
         )
     if steps == 0:
-        raise ValueError("steps=0 releases nothing, so no noise is needed: give at least 1 step.")
+        raise ValueError("steps=0 releases nothing, so no noise is needed: give at least 1 step")
     rate, events = cyclic(float(sample_rate), int(steps), bands)
     drawn = 1.0 if rate == 1 else -math.expm1(events * math.log1p(-rate))
     if drawn <= target_delta:
         raise ValueError(
             f"target_delta={target_delta} is not below the probability {drawn:.3g} that a record is ever drawn, so no "
-            "noise would be needed: give a much smaller one."
+            "noise would be needed: give a much smaller one"
         )
     target, delta = float(target_epsilon), float(target_delta)
     check_overflow(overflow, bands)
@@ -317,7 +317,7 @@ def noise_multiplier(
     if before >= target_epsilon:
         raise ValueError(
             f"target_epsilon={target_epsilon} is spent already: the earlier events have epsilon {before:.4g} by an RDP "
-            "filter, so no step is left."
+            "filter, so no step is left"
         )
     return _calibrated(target, delta, rate, events, "rdp", _plain(spent))
 

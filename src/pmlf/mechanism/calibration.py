@@ -52,5 +52,5 @@ def _bracket(excess: Callable[[float], float], guess: float, target: str) -> tup
         near, width = far, 2 * width
     raise ValueError(
         f"{target} cannot be met by any noise multiplier between {math.exp(min(guess, near)):.3g} and "
-        f"{math.exp(max(guess, near)):.3g}: give another target."
+        f"{math.exp(max(guess, near)):.3g}: give another target"
     )

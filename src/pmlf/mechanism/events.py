@@ -77,23 +77,23 @@ def check_mechanism(noise_multiplier: float, sample_rate: float, steps: int, acc
 
     >>> check_mechanism(0.0, 0.01, 100)
     Traceback (most recent call last):
-    ValueError: noise_multiplier=0.0 protects nothing: give a finite number above 0.
+    ValueError: noise_multiplier=0.0 protects nothing: give a finite number above 0
     """
     if not isinstance(accountant, str) or accountant not in ACCOUNTANTS:
-        raise ValueError(f"accountant={accountant!r} is unknown: choose one of {', '.join(ACCOUNTANTS)}.")
+        raise ValueError(f"accountant={accountant!r} is unknown: choose one of {', '.join(ACCOUNTANTS)}")
     if not (is_number(noise_multiplier) and 0 < noise_multiplier < math.inf):
-        raise ValueError(f"noise_multiplier={noise_multiplier} protects nothing: give a finite number above 0.")
+        raise ValueError(f"noise_multiplier={noise_multiplier} protects nothing: give a finite number above 0")
     if not LEAST_NOISE <= noise_multiplier <= MOST_NOISE:
         raise ValueError(
             f"noise_multiplier={noise_multiplier} is outside [{LEAST_NOISE:g}, {MOST_NOISE:g}]: less protects "
-            "nothing, more leaves only noise."
+            "nothing, more leaves only noise"
         )
     if not (is_number(sample_rate) and 0 < sample_rate <= 1):
-        raise ValueError(f"sample_rate={sample_rate} is outside (0, 1]: give the expected batch size / dataset size.")
+        raise ValueError(f"sample_rate={sample_rate} is outside (0, 1]: give the expected batch size / dataset size")
     if sample_rate < LEAST_RATE:
-        raise ValueError(f"sample_rate={sample_rate} is below {LEAST_RATE:g}, the smallest supported rate.")
+        raise ValueError(f"sample_rate={sample_rate} is below {LEAST_RATE:g}, the smallest supported rate")
     if not (is_number(steps) and 0 <= steps <= MOST and steps == int(steps)):
-        raise ValueError(f"steps={steps} is not a number of steps: give an integer from 0 to {MOST}.")
+        raise ValueError(f"steps={steps} is not a number of steps: give an integer from 0 to {MOST}")
 
 
 def check_overflow(overflow: float, bands: int) -> None:
@@ -121,9 +121,9 @@ def check_delta(name: str, value: float, accountant: str) -> None:
         ValueError: it is out of range.
     """
     if not (is_number(value) and 0 < value < 1):
-        raise ValueError(f"{name}={value} is outside (0, 1): give a probability such as 1e-5.")
+        raise ValueError(f"{name}={value} is outside (0, 1): give a probability such as 1e-5")
     if accountant == "pld" and value < SMALLEST_PLD_DELTA:
         raise ValueError(
             f"{name}={value} is below {SMALLEST_PLD_DELTA}, the smallest that accountant='pld' is verified for: give "
-            "a larger one, or accountant='rdp'."
+            "a larger one, or accountant='rdp'"
         )

@@ -58,12 +58,12 @@ class LowPass:
         object.__setattr__(self, "a", _coefficients("a", self.a))
         object.__setattr__(self, "b", _coefficients("b", self.b))
         if not any(self.b):
-            raise ValueError(f"b={self.b} lets nothing through: give at least one nonzero coefficient.")
+            raise ValueError(f"b={self.b} lets nothing through: give at least one nonzero coefficient")
         if np.any(np.abs(self.poles) >= 1 - _STABILITY_MARGIN):
             poles = ", ".join(f"{pole:.4g}" for pole in self.poles)
             raise ValueError(
                 f"a={self.a} makes an unstable filter with poles {poles}: every root of z^na + a_1 z^(na-1) + ... must "
-                "lie inside the unit circle, give a=(-0.9,) for example."
+                "lie inside the unit circle, give a=(-0.9,) for example"
             )
         if self.corrected:
             self._check_correction()
@@ -72,12 +72,12 @@ class LowPass:
         if self.b[0] == 0:
             raise ValueError(
                 f"b={self.b} has b_0 = 0, so the bias correction divides by c_0 = 0: remove the leading zeros of b "
-                "or set corrected=False."
+                "or set corrected=False"
             )
         if abs(self.dc_gain - 1) > _DC_GAIN_TOLERANCE:
             raise ValueError(
                 f"a={self.a}, b={self.b} has DC gain {self.dc_gain:.6g}, but a gain of 1 is needed, -sum(a) + sum(b) = "
-                "1: divide b by the gain or set corrected=False."
+                "1: divide b by the gain or set corrected=False"
             )
         weights = self.impulse_response(_CHECKED_STEPS)
         corrections = np.cumsum(weights)
@@ -85,7 +85,7 @@ class LowPass:
         if tiny.size:
             raise ValueError(
                 f"a={self.a}, b={self.b} has c_{tiny[0]} = {corrections[tiny[0]]:.3g}, and dividing by it would "
-                "blow up the noise of that step: give other coefficients or set corrected=False."
+                "blow up the noise of that step: give other coefficients or set corrected=False"
             )
 
     @property
@@ -133,7 +133,7 @@ class LowPass:
             ValueError: The coefficients b sum to 0.
         """
         if math.fsum(self.b) == 0:
-            raise ValueError(f"b={self.b} sums to 0, so the filter has no mean delay: give b with a nonzero sum.")
+            raise ValueError(f"b={self.b} sums to 0, so the filter has no mean delay: give b with a nonzero sum")
         feedforward = math.fsum(r * value for r, value in enumerate(self.b)) / math.fsum(self.b)
         feedback = math.fsum(r * value for r, value in enumerate(self.a, start=1)) / math.fsum((1.0, *self.a))
         return feedforward - feedback
@@ -209,7 +209,7 @@ def butterworth(order: int, cutoff: float) -> LowPass:
     if not (is_number(cutoff) and _LOWEST_CUTOFF <= cutoff < 1):
         raise ValueError(
             f"cutoff={cutoff} is outside [{_LOWEST_CUTOFF:g}, 1): give a fraction of the Nyquist frequency, 0.1 for "
-            "example."
+            "example"
         )
     b, a = signal.butter(order, cutoff)
     scale = math.fsum(a) / math.fsum(b)  # at a low cutoff rounding moves the DC gain away from 1
@@ -251,7 +251,7 @@ def exponential(decay: float) -> LowPass:
     9.0
     """
     if not (is_number(decay) and 0 < decay < 1):
-        raise ValueError(f"decay={decay} is outside (0, 1): give the weight of the past, 0.9 for example.")
+        raise ValueError(f"decay={decay} is outside (0, 1): give the weight of the past, 0.9 for example")
     return LowPass((-decay,), (1 - decay,))
 
 
@@ -333,7 +333,7 @@ class FilterMemory:
         if given != expected:
             raise ValueError(
                 f"the filter was given tensors of shapes {_shapes(values)}, but its memory has {expected}: pass the "
-                "same parameters in the same order at every step."
+                "same parameters in the same order at every step"
             )
         for value, tensors in zip(values, self._memory, strict=True):
             tensors[:] = [tensor.to(value) for tensor in tensors]  # a loaded state may be on another device
@@ -360,15 +360,15 @@ class FilterMemory:
             ValueError: The state is of another filter or model.
         """
         if (entries := set(state)) != (names := set(self.state_dict())):
-            raise ValueError(f"the state has {sorted(entries)}, not {sorted(names)}: pass what state_dict() returned.")
+            raise ValueError(f"the state has {sorted(entries)}, not {sorted(names)}: pass what state_dict() returned")
         saved = LowPass(state["a"], state["b"], state["corrected"])
         if saved != self.low_pass:
-            raise ValueError(f"the state is of {saved}, this memory of {self.low_pass}: build that filter first.")
+            raise ValueError(f"the state is of {saved}, this memory of {self.low_pass}: build that filter first")
         loaded: list[list[Tensor]] | None = state["memory"]
         if loaded is not None and self._memory is not None:
             theirs, ours = ([_shapes(tensors) for tensors in memory] for memory in (loaded, self._memory))
             if theirs != ours:
-                raise ValueError(f"the state has shapes {theirs}, this memory has {ours}: load it into the same model.")
+                raise ValueError(f"the state has shapes {theirs}, this memory has {ours}: load it into the same model")
         self.step = int(state["step"])
         self._correction_memory = [float(value) for value in state["correction_memory"]]
         self._memory = _cloned(loaded)
@@ -376,7 +376,7 @@ class FilterMemory:
 
 def _coefficients(name: str, values: Any) -> tuple[float, ...]:
     """A tuple of finite floats, from any ordered sequence of numbers."""
-    problem = f"{name}={values!r} is not a sequence of finite numbers: give a tuple such as {name}=(0.1,)."
+    problem = f"{name}={values!r} is not a sequence of finite numbers: give a tuple such as {name}=(0.1,)"
     if isinstance(values, (set, frozenset, Mapping, str, bytes)):
         raise ValueError(problem)  # a set, the paper's notation, loses order and duplicates
     try:

@@ -147,22 +147,22 @@ def autocorrelation(gradients: Sequence[ArrayLike | torch.Tensor], lags: int | N
     try:
         rows = [_flat(gradient) for gradient in gradients]
     except TypeError as error:
-        raise ValueError(f"gradients is a {type(gradients).__name__}: give a sequence of gradient vectors.") from error
+        raise ValueError(f"gradients is a {type(gradients).__name__}: give a sequence of gradient vectors") from error
     if not rows:
-        raise ValueError("gradients is empty: give at least one gradient vector.")
+        raise ValueError("gradients is empty: give at least one gradient vector")
     if len({len(row) for row in rows}) > 1:
-        raise ValueError("gradients have different sizes: give vectors of one size.")
+        raise ValueError("gradients have different sizes: give vectors of one size")
     vectors = torch.stack(rows)  # steps x d
     steps = len(vectors)
     lags = steps - 1 if lags is None else lags
     if isinstance(lags, bool) or not isinstance(lags, Integral) or not 0 <= lags < steps:
-        raise ValueError(f"lags={lags} is not possible with {steps} gradients: give 0 to {steps - 1}.")
+        raise ValueError(f"lags={lags} is not possible with {steps} gradients: give 0 to {steps - 1}")
     squares = vectors.square().sum(1)
     unusable = torch.nonzero(~((squares > 0) & squares.isfinite())).flatten()
     if len(unusable):
         step = int(unusable[0])
         raise ValueError(
-            f"gradients[{step}] has squared norm {float(squares[step])}: remove zero and infinite gradients."
+            f"gradients[{step}] has squared norm {float(squares[step])}: remove zero and infinite gradients"
         )
     ratios = [(vectors[r:] * vectors[: steps - r]).sum(1) / squares[r:] for r in range(lags + 1)]
     return np.array([float(values.mean()) for values in ratios])
@@ -240,7 +240,7 @@ def gamma_sgd(
         first = int(np.argmin(np.where(chat <= 0, lags, steps)))
         raise ValueError(
             f"chat_r = {chat[first]:.3g} at r={lags[first]} is not positive, so Gamma_SGD is undefined: give an "
-            "autocorrelation that stays positive, or fewer steps."
+            "autocorrelation that stays positive, or fewer steps"
         )
     return float(weights @ chat / (weights @ (1 / chat)))
 
@@ -276,7 +276,7 @@ def _filter_weights(a: Sequence[float], b: Sequence[float], steps: int) -> tuple
     corrections = np.cumsum(kappa)
     if np.any(corrections == 0):
         step = int(np.flatnonzero(corrections == 0)[0])
-        raise ValueError(f"a={a}, b={b} has c_{step} = 0, so khat is undefined: give b with b_0 != 0.")
+        raise ValueError(f"a={a}, b={b} has c_{step} = 0, so khat is undefined: give b with b_0 != 0")
     return kappa, corrections
 
 
@@ -289,7 +289,7 @@ def _correlations(autocorrelation: Sequence[float], steps: int) -> Floats:
     if given.ndim != 1 or len(given) < steps or not np.all(np.isfinite(given)):
         raise ValueError(
             f"autocorrelation of shape {given.shape} is not {steps} finite values c_0, c_1, ...: give one value per "
-            "lag, extend a shorter measurement, or give fewer steps."
+            "lag, extend a shorter measurement, or give fewer steps"
         )
     return given[:steps]
 
@@ -305,5 +305,5 @@ def _flat(gradient: ArrayLike | torch.Tensor) -> torch.Tensor:
 
 def _check_momentum(beta: float, k: int) -> None:
     if not (is_number(beta) and 0 < beta <= 1):
-        raise ValueError(f"beta={beta} is outside (0, 1]: give the decay of the weights, 0.1 for example.")
+        raise ValueError(f"beta={beta} is outside (0, 1]: give the decay of the weights, 0.1 for example")
     require_count("k", k, "it is the number of iterates", most=_MOST)
