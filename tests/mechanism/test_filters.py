@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import signal
 
-from pmlf.mechanism.filter_report import analyse, plot
+from pmlf.mechanism.filter_report import analyse
 from pmlf.mechanism.filters import FilterMemory, LowPass, butterworth, exponential, moving_average
 
 # a, b, noise gain, mean delay
@@ -312,9 +312,3 @@ def test_analysis_is_ready_for_json() -> None:
     assert report["weights"] == pytest.approx([0.15, 0.085, 0.0765])
     assert report["noise_gain"] == pytest.approx(0.0605, abs=1e-4)
     assert analyse(LowPass()).largest_pole == 0
-
-
-@pytest.mark.parametrize("low_pass", [LowPass(), INNER_OUTER, DIFFERENCE], ids=str)
-def test_plot_draws_a_picture(low_pass: LowPass, tmp_path: Path) -> None:
-    plot(low_pass, tmp_path / "filter.png")
-    assert (tmp_path / "filter.png").read_bytes().startswith(b"\x89PNG")

@@ -1,15 +1,13 @@
-"""What a shape and a filter do to noise: variances against a long simulation, and a picture."""
+"""What a shape and a filter do to noise: variances against a long simulation."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import signal
 
 from pmlf.filters import LowPass
-from pmlf.mechanism.shape_report import analyse_shape, plot_shape
+from pmlf.mechanism.shape_report import analyse_shape
 from pmlf.shapes import banded
 
 LOW_PASS = LowPass((-0.9,), (0.1,), corrected=False)
@@ -22,9 +20,3 @@ def test_the_variances_are_those_of_the_impulse_responses() -> None:
     assert report.power == pytest.approx(float(np.sum(response**2)), rel=1e-3)
     filtered = signal.lfilter(LOW_PASS.b, (1.0, *LOW_PASS.a), response)
     assert report.filtered_power == pytest.approx(float(np.sum(filtered**2)), rel=1e-3)
-
-
-@pytest.mark.slow
-def test_the_picture_is_written(tmp_path: Path) -> None:
-    plot_shape(LOW_PASS, banded(2), tmp_path / "shape.png")
-    assert (tmp_path / "shape.png").stat().st_size > 10_000

@@ -68,7 +68,9 @@ class Filter(Command):
         _, response = low_pass.frequency_response(51)
         gains = {frequency: abs(complex(response[round(100 * frequency)])) for frequency in _SHOWN_FREQUENCIES}
         if self.plot:
-            filter_report.plot(low_pass, self.plot)
+            from pmlf.cli.filter_pictures import plot_filter
+
+            plot_filter(low_pass, self.plot)
         document = {
             **asdict(report),
             "frequency_response": [{"frequency": f, "gain": gain} for f, gain in gains.items()],
@@ -83,7 +85,9 @@ class Filter(Command):
         shape = banded(self.bands, workload=Workload(low_pass=low_pass))
         found = shape_report.analyse_shape(low_pass, shape, Workload().steps)
         if self.plot:
-            shape_report.plot_shape(low_pass, shape, self.plot)
+            from pmlf.cli.filter_pictures import plot_shape
+
+            plot_shape(low_pass, shape, self.plot)
         report = filter_report.analyse(low_pass, self.weights)
         document = {**asdict(report), "noise_shape": asdict(found)}
         self.show(document, display.filter_summary(report), display.shape_summary(found))

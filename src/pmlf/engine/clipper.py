@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pmlf.basics.clipping import Clipping
 from pmlf.engine.arithmetic import wide_dtype
 from pmlf.engine.gradients import Workspace
-from pmlf.engine.momentum import Clipping, SampleMomentum
+from pmlf.engine.momentum import SampleMomentum
 from pmlf.engine.questions import Questions
 from pmlf.engine.strategy import Strategy
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pmlf.basics.clipping import Clipping
 from pmlf.engine.arithmetic import squared_norms, wide_numbers
 from pmlf.engine.capture import capture
 from pmlf.engine.factors import Factors
@@ -22,8 +23,6 @@ from pmlf.engine.passes import Pass
 from pmlf.engine.questions import Questions
 from pmlf.engine.roots import Roots
 
-Clipping = Literal["flat", "automatic", "per-layer"]
-CLIPPINGS: tuple[Clipping, ...] = ("flat", "automatic", "per-layer")
 _AUTOMATIC_STABILITY = 0.01
 _SMALLEST_FACTOR = 2.0**24 * torch.finfo(torch.float32).smallest_normal  # times a gradient, it is still normal
 _LARGEST_ROUNDING = 1e-4  # over the clip norm, by its bound, which ordinary samples stay far below

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pmlf.engine.momentum import CLIPPINGS
+from pmlf.basics.clipping import CLIPPINGS
 from pmlf.evidence.json_object import JsonObject
 from pmlf.evidence.tally import RECORD
 from pmlf.mechanism.noise import SeededRandomness

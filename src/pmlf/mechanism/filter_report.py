@@ -1,18 +1,11 @@
-"""What a filter does to noise, delay and frequencies, as numbers and as a picture."""
+"""What a filter does to noise and delay, as numbers."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
-import numpy as np
-
 from pmlf.mechanism.filters import LowPass
-
-_LOWEST_DB = -80.0  # the lowest value drawn; a zero of the response is at -infinity
 
 
 @final
@@ -71,53 +64,3 @@ def analyse(low_pass: LowPass, weights: int = 8) -> FilterReport:
         convex=low_pass.is_convex,
         weights=low_pass.impulse_response(weights).tolist(),
     )
-
-
-def plot(low_pass: LowPass, path: str | Path) -> None:
-    """Draw the frequency response and the impulse response of a filter into an image file.
-
-    Args:
-        low_pass: The filter.
-        path: The file; its ending decides the format.
-    """
-    # Figure without pyplot needs no display and keeps no global state.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    figure.suptitle(f"a = {_listed(low_pass.a)}   b = {_listed(low_pass.b)}")
-    response_axes, weight_axes = figure.subplots(1, 2)
-
-    frequencies, response = low_pass.frequency_response()
-    decibels = 20 * np.log10(np.maximum(np.abs(response), 1e-12))
-    noise_level = 10 * math.log10(low_pass.noise_gain)
-    noise_label = f"filtered white noise: {noise_level:.1f} dB"
-    response_axes.plot(frequencies, decibels)
-    response_axes.axhline(noise_level, color="tab:orange", linestyle="--", label=noise_label)
-    response_axes.set(title="Frequency response", xlabel="frequency (cycles / step)", ylabel="magnitude (dB)")
-    response_axes.set(xlim=(0, 0.5), ylim=(max(_LOWEST_DB, min(decibels.min(), -20.0)) - 2, decibels.max() + 2))
-
-    weights = low_pass.impulse_response(_shown_weights(low_pass))
-    weight_axes.vlines(range(len(weights)), 0, weights)
-    weight_axes.plot(weights, "o", markersize=3)
-    weight_axes.axhline(0, color="black", linewidth=0.8)
-    if low_pass.dc_gain:
-        delay_label = f"mean delay: {low_pass.mean_delay:.3g} steps"
-        weight_axes.axvline(low_pass.mean_delay, color="tab:orange", linestyle="--", label=delay_label)
-    weight_axes.set(title="Impulse response", xlabel="age of a gradient (steps)", ylabel="weight")
-    weight_axes.xaxis.get_major_locator().set_params(integer=True)
-    for axes in (response_axes, weight_axes):
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:  # a filter of DC gain 0 has no mean delay to label
-            axes.legend(loc="upper right")
-    figure.savefig(path, dpi=120)
-
-
-def _shown_weights(low_pass: LowPass, longest: int = 500) -> int:
-    """How many weights to draw, so that they hold 99.99 % of the energy."""
-    energy = np.cumsum(low_pass.impulse_response(longest) ** 2)
-    return max(int(np.searchsorted(energy, 0.9999 * energy[-1])) + 1, low_pass.order + 3)
-
-
-def _listed(values: Sequence[float], most: int = 6) -> str:
-    shown = [f"{value:.4g}" for value in values[:most]] + ["..."] * (len(values) > most)
-    return "{" + ", ".join(shown) + "}"

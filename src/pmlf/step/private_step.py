@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pmlf.basics.arguments import require_count
+from pmlf.basics.clipping import Clipping
 from pmlf.checks.caches import with_constants_made
 from pmlf.checks.comparison import Subject
 from pmlf.checks.finding import Finding
@@ -27,7 +28,6 @@ from pmlf.engine.augmentation import Augmentation
 from pmlf.engine.clipper import ClippedSum, Clipper
 from pmlf.engine.criteria import as_per_sample
 from pmlf.engine.fingerprint import Fingerprint, fingerprint, refuse_other_iterate, refuse_written
-from pmlf.engine.momentum import Clipping
 from pmlf.engine.owners import MicroBatch, averaged, each_a_unit, on_records
 from pmlf.engine.passes import LossFunction
 from pmlf.engine.pending import PendingSum

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pmlf.basics.arguments import is_number, require_count, require_positive
-from pmlf.engine.momentum import CLIPPINGS, Clipping
+from pmlf.basics.clipping import CLIPPINGS, Clipping
 from pmlf.mechanism.adaptive_clipping import FARTHEST, AdaptiveClipping, ClipNorm
 from pmlf.mechanism.noise import LARGEST_STD
 from pmlf.methods import Method
