@@ -1,4 +1,12 @@
-"""Per-sample momentum of one micro-batch: v_i = sum_j w_j grad f(x_{t-j}; i), its norm, and the clipped sum."""
+"""Per-sample momentum of one micro-batch: v_i = sum_j w_j grad f(x_{t-j}; i), its norm, and the clipped sum.
+
+Norms and clip factors are computed by a fast path, which reads nothing from the device. It assumes that every sample is
+ordinary: its norm is finite, float32 holds its factor with room to spare, and what it adds has no more rounding than
+1e-4 of the clip norm. One flag on the device, for all samples and the parameters that are clipped together, says
+whether this holds. It is read with all other questions about the micro-batch. If it is set, the results of the fast
+path are kept. If not, they are dropped, and the checked path computes them again: it looks at each sample, refuses
+those whose norm is not finite or too large for their factor, and forms and adds by itself each one with more rounding.
+"""
 
 from __future__ import annotations
 
@@ -72,12 +80,12 @@ def contributions(one: Pass) -> Iterator[tuple[str, Contribution]]:
     return taken_at_operations(one) if one.plan.learned.by_operations else capture(one)
 
 
-class _Taken(NamedTuple):
-    """What was computed of parameters that are clipped together, on their device; nothing of it was read."""
+class _FastResult(NamedTuple):
+    """What the fast path computes for parameters that are clipped together, on their device; nothing of it was read."""
 
     norms: Tensor
     scale: Tensor
-    ordinary: Tensor  # whether all samples are, a flag
+    ordinary: Tensor  # a flag: whether all samples are
     squared: Tensor  # norms^2 over the parameters that are not formed late
     slack: Tensor | None
     late: Sequence[str]
@@ -85,7 +93,7 @@ class _Taken(NamedTuple):
 
 
 class _Clipped(NamedTuple):
-    """Of all samples: norms, factors, and which are refused, if any is."""
+    """Norms and factors of all samples, and which samples are refused; None if none is."""
 
     norms: Tensor
     scale: Tensor
@@ -145,12 +153,12 @@ class SampleMomentum:
         together = clipped_together(self._gradients, clip_norm, clipping)
         ordinary, norms = list[bool](), list[Tensor]()
         with without_autocast():
-            taken = [self._taken_as_ordinary(names, bound, clipping) for names, bound in together]
-            for each in taken:
+            fast = [self._fast_path(names, bound, clipping) for names, bound in together]
+            for each in fast:
                 self.questions.ask(each.ordinary, lambda read: ordinary.append(bool(read[0])))
             self.questions.answer()
-            for (names, bound), each, fine in zip(together, taken, ordinary, strict=True):
-                clipped = self._finished(each) if fine else self._taken_with_care(each, names, bound, clipping)
+            for (names, bound), each, fine in zip(together, fast, ordinary, strict=True):
+                clipped = self._kept(each) if fine else self._checked_path(each, names, bound, clipping)
                 norms.append(clipped[0])
                 for name in names:
                     out = into[name]
@@ -170,12 +178,11 @@ class SampleMomentum:
                 self._gradients[name].blank_out(refused)
             self._gradients[name].write_clipped_sum(scale, out, add=before is not None)
 
-    def _taken_as_ordinary(self, names: Sequence[str], clip_norm: float, clipping: Clipping) -> _Taken:
+    def _fast_path(self, names: Sequence[str], clip_norm: float, clipping: Clipping) -> _FastResult:
         """Norms and factors of all samples over some parameters, which are clipped together.
 
-        All samples are taken to be ordinary: finite, with factors that float32 holds, and no rounding to speak of.
-        Whether they are is a flag, to be read with all other questions about the micro-batch. Gradients that are formed
-        late are summed on the way.
+        All samples are taken to be ordinary, and a flag says whether they are. Gradients that are formed late are
+        summed on the way.
         """
         kept = {name: self._gradients[name].factors for name in names}
         late, step = self._strategy.held_late({name: uses for name, uses in kept.items() if uses}, self._samples)
@@ -193,7 +200,7 @@ class SampleMomentum:
             scales.append(scale)
             ordinary.append(fine)
         flags, scale = (each[0] if len(each) == 1 else torch.cat(each) for each in (ordinary, scales))
-        return _Taken(norms, scale, flags.all(), squared, slack, late, step)
+        return _FastResult(norms, scale, flags.all(), squared, slack, late, step)
 
     def _slices(
         self, norms: Tensor, slack: Tensor | None, late: Sequence[str], step: int
@@ -210,14 +217,15 @@ class SampleMomentum:
                 some += slack[chosen]
             yield chosen, some, formed
 
-    def _finished(self, taken: _Taken) -> _Clipped:
-        for name in taken.late:
+    def _kept(self, fast: _FastResult) -> _Clipped:
+        """The results of the fast path, where all samples are ordinary."""
+        for name in fast.late:
             self._gradients[name].forget_factors()
-        return _Clipped(taken.norms, taken.scale, None)
+        return _Clipped(fast.norms, fast.scale, None)
 
-    def _taken_with_care(self, taken: _Taken, names: Sequence[str], clip_norm: float, clipping: Clipping) -> _Clipped:
-        """The same where some sample is not finite, or is formed and added by itself."""
-        norms, slack, late, step = taken.squared, taken.slack, taken.late, taken.step
+    def _checked_path(self, fast: _FastResult, names: Sequence[str], clip_norm: float, clipping: Clipping) -> _Clipped:
+        """Norms and factors again, where some sample is not finite, or is to be formed and added by itself."""
+        norms, slack, late, step = fast.squared, fast.slack, fast.late, fast.step
         for name in late:
             self._gradients[name].forget_total()
         others = [name for name in names if name in self._touched and name not in late]
