@@ -94,7 +94,7 @@ def test_a_failing_contender_is_recorded_and_the_others_continue() -> None:
 
 
 def test_a_process_that_dies_is_recorded_as_such() -> None:
-    with measure._Worker(job("plain")) as worker:
+    with measure._MeasuringProcess(job("plain")) as worker:
         os.kill(worker._process.pid, signal.SIGKILL)
         worker.take_turn()
         worker.take_turn()

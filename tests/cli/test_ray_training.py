@@ -103,7 +103,7 @@ class Noting(SilentObserver):
 
 
 def test_messages_do_not_tell_the_time_of_a_step(here: Here) -> None:
-    line = ray_training._Line(here)
+    line = ray_training._LineToDesk(here)
     with line.open(talks=True):
         line.started(RunSpec(), 1000)
         for step in range(1, 1001):
@@ -115,7 +115,7 @@ def test_messages_do_not_tell_the_time_of_a_step(here: Here) -> None:
 
 
 def test_a_training_loss_never_goes_through_ray(here: Here) -> None:
-    line = ray_training._Line(here)
+    line = ray_training._LineToDesk(here)
     with pytest.raises(AssertionError):
         line.stepped(1, 0.7)
     with pytest.raises(AssertionError):
@@ -124,7 +124,7 @@ def test_a_training_loss_never_goes_through_ray(here: Here) -> None:
 
 def test_a_stop_that_is_asked_for_reaches_the_worker(here: Here) -> None:
     here.desk.take("SIGINT")
-    line = ray_training._Line(here)
+    line = ray_training._LineToDesk(here)
     with line.open(talks=False):
         assert line.stop is None
     assert line.stop == "SIGINT"

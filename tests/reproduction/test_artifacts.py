@@ -13,7 +13,7 @@ from pmlf.experiments.jobs import run_key
 from pmlf.experiments.spec import RunSpec
 from pmlf.mechanism import accounting
 from pmlf.reproduction import paper
-from pmlf.reproduction.artifacts import HELD_OUT, PROFILES, TUNING_SEED
+from pmlf.reproduction.artifacts import HELD_OUT_FRACTION, PROFILES, TUNING_SEED
 
 NAMES = [*(f"figure-{n}" for n in range(1, 8)), *(f"table-{n}" for n in range(1, 5))]
 STORED = Path(__file__).resolve().parents[2] / "docs" / "results" / "reproduction"
@@ -70,7 +70,7 @@ def test_shaped_rows_have_groups_of_at_least_a_batch(profile: str) -> None:
             setting, bands = cell.panel.setting, cell.variant.options.bands
             if bands is not None:
                 records = setting.records or paper.RECORDS[setting.dataset]
-                assert bands * setting.batch_size <= records - round(HELD_OUT * records)  # in a trial too
+                assert bands * setting.batch_size <= records - round(HELD_OUT_FRACTION * records)  # in a trial too
                 found += 1
     assert found > 0
 

@@ -112,7 +112,7 @@ def race(title: str, jobs: Sequence[BenchJob], rounds: int, progress: Callable[[
         progress: Called with a line of text at each round.
     """
     with ExitStack() as stack:
-        workers = [stack.enter_context(_Worker(job)) for job in jobs]
+        workers = [stack.enter_context(_MeasuringProcess(job)) for job in jobs]
         for turn in range(rounds + 1):
             progress(f"{title}: " + (f"round {turn} of {rounds}" if turn else "building and warming up"))
             for worker in workers:
@@ -120,7 +120,7 @@ def race(title: str, jobs: Sequence[BenchJob], rounds: int, progress: Callable[[
         return [worker.outcome() for worker in workers]
 
 
-class _Worker:
+class _MeasuringProcess:
     """A measuring process, in its parent."""
 
     def __init__(self, job: BenchJob) -> None:
@@ -128,7 +128,7 @@ class _Worker:
         self._replies: list[dict[str, Any]] = []
         self._error: str | None = None
 
-    def __enter__(self) -> _Worker:
+    def __enter__(self) -> _MeasuringProcess:
         import pmlf
 
         job, conditions = self._job, self._job.conditions
@@ -208,7 +208,7 @@ def main() -> None:
     turns: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(turns,), daemon=True).start()
     try:
-        measured = _Measured(job, first=turns.get)
+        measured = _TimedContender(job, first=turns.get)
         while True:
             _reply(channel, measured.reply())
             turns.get()
@@ -216,7 +216,7 @@ def main() -> None:
         _reply(channel, {"error": f"{type(error).__name__}: {_first_line(error)}"})
 
 
-class _Measured:
+class _TimedContender:
     """The contender of a job, ready to be timed."""
 
     def __init__(self, job: BenchJob, first: Callable[[], str]) -> None:

@@ -137,7 +137,7 @@ class Account(Budget, Command):
         rate, steps = self.batch_size / self.records, budget.planned_steps(self.records)
         sizes = self.largest_batch, self.records, self.batch_size, steps, budget.epsilon, budget.delta
         overflow = chance_of_a_cut(*sizes, bands=self.bands, processes=1)
-        drawn = _Drawn(sample_rate=rate, steps=steps, bands=self.bands, overflow=overflow)
+        drawn = _DrawArguments(sample_rate=rate, steps=steps, bands=self.bands, overflow=overflow)
         noise_multiplier = budget.noise_multiplier
         if noise_multiplier is None:
             assert budget.epsilon is not None
@@ -171,7 +171,7 @@ class Account(Budget, Command):
                 [
                     ("noise multiplier", f"{noise_multiplier:.5g}"),
                     ("epsilon", f"{pld:.5g} by PLD, {rdp:.5g} by RDP, at delta {budget.delta:.3g}"),
-                    ("steps", _drawn(rate, steps, self.bands, overflow)),
+                    ("steps", _steps_in_words(rate, steps, self.bands, overflow)),
                     *([] if group is None else [_group_line(self.group, group, budget.delta)]),
                 ]
             ),
@@ -190,7 +190,7 @@ def _group_line(records: int | None, epsilon: float, delta: float) -> tuple[str,
     return f"{records} records", f"epsilon {epsilon:.5g} at delta {delta:.3g}, {meaning}"
 
 
-class _Drawn(TypedDict):
+class _DrawArguments(TypedDict):
     """How often, and how, records are drawn: arguments of the accountant."""
 
     sample_rate: float
@@ -199,7 +199,8 @@ class _Drawn(TypedDict):
     overflow: float
 
 
-def _drawn(rate: float, steps: int, bands: int, overflow: float) -> str:
+def _steps_in_words(rate: float, steps: int, bands: int, overflow: float) -> str:
+    """The number of steps, and how records are drawn for them."""
     from pmlf.mechanism import accounting
 
     if bands == 1:

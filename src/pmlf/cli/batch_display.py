@@ -16,7 +16,7 @@ from pmlf.experiments.jobs import Job, JobProgress
 def batch_progress(console: Console, title: str) -> Iterator[JobListener]:
     """Show one bar for all runs and one for each running run; without a terminal, one line per finished run."""
     if not console.is_terminal:
-        yield _Lines(console, title)
+        yield _LinePerJob(console, title)
         return
     progress = Progress(
         TextColumn("{task.description}", markup=False),
@@ -31,7 +31,7 @@ def batch_progress(console: Console, title: str) -> Iterator[JobListener]:
         yield _Bars(progress, title)
 
 
-class _Lines:
+class _LinePerJob:
     def __init__(self, console: Console, title: str) -> None:
         self._console, self._title = console, title
 

@@ -217,7 +217,7 @@ def _work(rank: _Rank, desk: Any) -> RunResult | None:
     import torch.distributed as dist
 
     number = dist.get_rank()
-    line = _Line(desk)
+    line = _LineToDesk(desk)
     failed = None
     with line.open(talks=number == 0):
         try:
@@ -237,7 +237,7 @@ def _work(rank: _Rank, desk: Any) -> RunResult | None:
 
 
 @dataclass
-class _Line:
+class _LineToDesk:
     """A worker's line to the desk: a `RunObserver` that leaves its messages there, many steps at a time."""
 
     desk: Any

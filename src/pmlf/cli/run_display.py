@@ -25,7 +25,7 @@ _RATE_PERIOD_SECONDS = 120.0  # estimate the time left over many steps: the time
 def train_progress(console: Console) -> Iterator[RunObserver]:
     """Show a progress bar on a terminal, otherwise one line per epoch."""
     if not console.is_terminal:
-        yield _Lines(console)
+        yield _LinePerEvaluation(console)
         return
     with _bar(console) as progress:
         yield _Bar(progress)
@@ -35,14 +35,14 @@ def train_progress(console: Console) -> Iterator[RunObserver]:
 def compare_progress(console: Console, methods: Sequence[str]) -> Iterator[RunObserver]:
     """Show a growing table and a progress bar on a terminal, otherwise one line per epoch."""
     if not console.is_terminal:
-        yield _Lines(console)
+        yield _LinePerEvaluation(console)
         return
-    rows = _Rows(methods, _bar(console), console.options.ascii_only)
+    rows = _RowPerMethod(methods, _bar(console), console.options.ascii_only)
     with Live(get_renderable=rows.render, console=console, refresh_per_second=4, transient=True):
         yield rows
 
 
-class _Lines:
+class _LinePerEvaluation:
     """One line per evaluation."""
 
     def __init__(self, console: Console) -> None:
@@ -86,7 +86,7 @@ class _Bar:
         self._progress.update(self._task, facts=self._facts + _sensitive(evaluation.training_loss))
 
 
-class _Rows:
+class _RowPerMethod:
     """One row per method, and a bar for the running one."""
 
     def __init__(self, methods: Sequence[str], progress: Progress, ascii_only: bool) -> None:

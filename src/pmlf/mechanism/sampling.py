@@ -177,7 +177,7 @@ class PoissonBatches:
         Raises:
             RuntimeError: The groups of another state were loaded, and some of these batches may be drawn already.
         """
-        draws, groups = _Draws(self, first, steps), self._groups
+        draws, groups = _StepDraws(self, first, steps), self._groups
         loader: DataLoader[Any] = DataLoader(
             cast(Dataset[Any], self._records),
             batch_sampler=draws,
@@ -248,7 +248,7 @@ class PoissonBatches:
         self._drawn.clear()  # draws from other groups
 
 
-class _Draws:
+class _StepDraws:
     """Draws every step once, whether the caller or a loader that works ahead asks first."""
 
     def __init__(self, sampler: PoissonBatches, first: int, steps: int) -> None:

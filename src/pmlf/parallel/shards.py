@@ -88,7 +88,7 @@ class ParameterShards:
 
     def __init__(self, model: nn.Module, processes: ManyProcesses) -> None:
         self._model, self._processes = model, processes
-        self._whole: dict[str, _Rows] = {}  # while the model is lent
+        self._whole: dict[str, _WholeParameter] = {}  # while the model is lent
         _refuse_other_cuts(model, processes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterShards:
@@ -117,7 +117,7 @@ class ParameterShards:
         stripped = [_Stripped(module) for module in self._model.modules()]
         whole: dict[int, nn.Parameter] = {}
         try:
-            self._whole = {name: _Rows(parameter, self._processes.size) for name, parameter in named.items()}
+            self._whole = {name: _WholeParameter(parameter, self._processes.size) for name, parameter in named.items()}
             self.gathered({name: self.own(parameter) for name, parameter in named.items()})
             for name, parameter in named.items():
                 value = self._whole[name].value
@@ -255,7 +255,7 @@ class GatheredHistory:
             )
 
 
-class _Rows:
+class _WholeParameter:
     """A parameter whole: the rows of all ranks, as many of each, the last ones without meaning."""
 
     def __init__(self, parameter: Tensor, ranks: int) -> None:

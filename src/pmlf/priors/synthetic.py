@@ -47,13 +47,13 @@ def synthetic_images(count: int, *, side: int = 32, channels: int = 3, seed: int
     require_count("side", side, "it is the side of an image", least=SMALLEST_SIDE, most=LARGEST_SIDE)
     if channels not in (1, 3):
         raise ValueError(f"channels is {channels!r}: give 3 for colour or 1 for grey")
-    draws = _Draws(torch.Generator().manual_seed(seed), side)
+    draws = _ImageDraws(torch.Generator().manual_seed(seed), side)
     parts = [draws.images(min(_IMAGES_PER_DRAW, count - start)) for start in range(0, count, _IMAGES_PER_DRAW)]
     drawn = torch.cat(parts)
     return drawn if channels == 3 else drawn.mean(1, keepdim=True)
 
 
-class _Draws:
+class _ImageDraws:
     """Draws images of one size from one generator."""
 
     def __init__(self, generator: torch.Generator, side: int) -> None:
@@ -136,7 +136,7 @@ class _Draws:
 class _Palette:
     """The colours of each image: a common tint, brightness, contrast and saturation."""
 
-    def __init__(self, draws: _Draws, count: int) -> None:
+    def __init__(self, draws: _ImageDraws, count: int) -> None:
         self._draws = draws
         self._tint = draws._normal(count, 3) * torch.tensor([0.0, 18.0, 14.0])
         self._tint[:, 0] += 60 + 120 * draws._uniform(count)

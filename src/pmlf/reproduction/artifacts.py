@@ -12,7 +12,7 @@ from pmlf.tuning.plan import UNACCOUNTED
 
 PROFILES = ("paper", "cpu", "smoke")
 PROTOCOLS = ("shared", "tuned")
-HELD_OUT = 0.1  # fraction of the training split for choosing learning rates
+HELD_OUT_FRACTION = 0.1  # fraction of the training split for choosing learning rates
 TUNING_SEED = 1000  # not a seed of a final run
 
 
@@ -58,7 +58,7 @@ class Cell:
         base = self._spec(seed=TUNING_SEED)
         gain = base.build_method().low_pass.dc_gain
         grid = Grid(values={"lr": tuple(rate / gain for rate in sorted(self.panel.rates))})
-        return TuningPlan(base=base, grid=grid, mode=UNACCOUNTED, judged=HELD_OUT)
+        return TuningPlan(base=base, grid=grid, mode=UNACCOUNTED, judged=HELD_OUT_FRACTION)
 
     def trials(self) -> tuple[RunSpec, ...]:
         """One run per rate, smallest first, trained without the held-out records and evaluated on them."""

@@ -67,8 +67,8 @@ def physical_batch_size(
 
     trial(small)()  # warm-up
     trials = {size: trial(size) for size in sorted({small, large})}
-    memory = _Line([(size, peak_bytes(run, device)) for size, run in trials.items()])
-    seconds = _Line(list(_best_seconds(trials, device).items()))
+    memory = _StraightLine([(size, peak_bytes(run, device)) for size, run in trials.items()])
+    seconds = _StraightLine(list(_best_seconds(trials, device).items()))
     step.first_look.again()
     fits = math.floor((_MEMORY_SHARE * free - memory.fixed) / memory.each) if memory.each > 0 else most
     if fits < 1:
@@ -110,7 +110,7 @@ def measured_size(
     return step.processes.by_first(lambda: size)
 
 
-class _Line:
+class _StraightLine:
     """The line fixed + each * size through one or two points, with neither number below 0."""
 
     def __init__(self, points: list[tuple[int, float]]) -> None:
