@@ -148,10 +148,10 @@ def witnessed(path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     first = Countdown(1)
 
-    def noted(self: PrivateStep) -> None:
+    def noted(self: PrivateStep, step: int | None = None) -> None:
         if first.is_over() and self._noise.vectors:
             raise RuntimeError("a process began with noise in its memory")
-        release(self)
+        release(self, step)
         os.pwrite(descriptor, b".", os.fstat(descriptor).st_size)
 
     PrivateStep.release = noted  # type: ignore[method-assign]

@@ -70,8 +70,8 @@ def witnessed(path: Path) -> None:
     """A byte in a file for every gradient that this rank has released."""
     release = PrivateStep.release
 
-    def noted(self: PrivateStep) -> None:
-        release(self)
+    def noted(self: PrivateStep, step: int | None = None) -> None:
+        release(self, step)
         with path.open("ab") as file:
             file.write(b".")
 

@@ -72,9 +72,9 @@ def measured(name: str, steps: int) -> dict[str, float]:
     )
     releasing, release = [0.0], run.private_step.release
 
-    def timed() -> None:
+    def timed(step: int | None = None) -> None:
         begin = time.perf_counter()
-        release()
+        release(step)
         releasing[0] += time.perf_counter() - begin
 
     run.private_step.release = timed  # type: ignore[method-assign]

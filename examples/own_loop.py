@@ -47,7 +47,7 @@ def main() -> None:
     for batch in sampler.batches(0, steps):
         for micro_batch in batch:  # none at all if the draw is empty: release() comes all the same
             step.accumulate(micro_batch)
-        step.release()  # p.grad is now the filtered private gradient
+        step.release(batch.step)  # p.grad is now the filtered private gradient
         optimizer.step()
         optimizer.zero_grad()
 

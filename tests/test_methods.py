@@ -86,7 +86,7 @@ def worst_difference(name: str, method_name: str, physical: int, clipping: str =
             size = SAMPLES - t % 3
             for start in range(0, size, physical):
                 step.accumulate(select(drawn, slice(start, min(start + physical, size))))
-        step.release()
+        step.release(t)
         expected = reference.step(drawn)
         grads = [p.grad for p in step.trained]
         assert all(g is not None for g in grads)

@@ -13,20 +13,21 @@ import hashlib
 import json
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from pmlf.basics.files import write_atomically
+from pmlf.mechanism.digests import add_to, records_digest
+
+__all__ = ["load", "records_digest", "save"]
 
 _FORMAT = "pmlf checkpoint 1"
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
-_RECORDS_AT_A_TIME = 1000
 
 # Containers by their names in the file. Scalars are stored as they are.
 _LISTS: dict[str, type] = {"list": list, "tuple": tuple}
@@ -87,30 +88,6 @@ def load(path: Path | str) -> dict[str, Any]:
     return state
 
 
-def records_digest(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, key: bytes) -> str:
-    """A keyed digest of all records of a dataset, in order, to detect that they changed.
-
-    The digest together with its key is as private as the records: it allows to test guesses of a record.
-
-    Args:
-        dataset: a map-style dataset whose records are not random.
-        collate_fn: as in `torch.utils.data.DataLoader`.
-        key: a secret of at most 64 bytes.
-
-    Returns:
-        64 hexadecimal digits.
-
-    >>> records_digest([1, 2], None, b"key") == records_digest([2, 1], None, b"key")
-    False
-    """
-    digest = hashlib.blake2b(key=key, digest_size=32)
-    loader = DataLoader(dataset, batch_size=_RECORDS_AT_A_TIME, collate_fn=collate_fn, generator=torch.Generator())
-    for batch in loader:
-        for leaf in _leaves(batch):
-            _add(digest, leaf)
-    return digest.hexdigest()
-
-
 def _packed(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
     """A value as JSON. A copy of each tensor goes to `tensors`, and its name takes its place."""
     if isinstance(value, Tensor):
@@ -167,27 +144,5 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     digest.update(f"{len(text)} {text}".encode())
     for name in sorted(tensors):
         digest.update(name.encode())
-        _add(digest, tensors[name])
+        add_to(digest, tensors[name])
     return digest.hexdigest()
-
-
-def _add(digest: hashlib._Hash | hashlib.blake2b, leaf: Any) -> None:
-    if not isinstance(leaf, Tensor):
-        digest.update(repr(leaf).encode())
-        return
-    digest.update(f" {leaf.dtype} {tuple(leaf.shape)} ".encode())
-    # as bytes, because numpy has no bfloat16
-    digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _leaves(batch: Any) -> Iterator[Any]:
-    """The values in the nested containers of a batch, in order."""
-    if isinstance(batch, Mapping):
-        for name, item in batch.items():
-            yield name
-            yield from _leaves(item)
-    elif isinstance(batch, (list, tuple)):
-        for item in batch:
-            yield from _leaves(item)
-    else:
-        yield batch

@@ -427,7 +427,7 @@ def test_only_a_state_of_the_same_beginning_replays(tmp_path: Path) -> None:
     state = pmlf.checkpoint.load(tmp_path / "checkpoint")
     (tmp_path / "checkpoint").unlink()
     with pmlf.Ledger(tmp_path / "ledger", dataset="patients", run="a-name") as book:
-        with pytest.raises(ValueError, match=r"the state has chance="):
+        with pytest.raises(ValueError, match="differ in seed: build the run with the same seed"):
             private(seed=4, ledger=book).load_state_dict(state)
         with pytest.raises(ValueError, match=r"the state has target_epsilon=2\.0"):
             private(seed=3, target_epsilon=2.5, ledger=book).load_state_dict(state)

@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pmlf
-from pmlf import PrivateRun, methods
+from pmlf import PrivateRun, PrivateStep, methods
+from pmlf.filters import FilterMemory
 from small_runs import dataset, finish, loss, private, small, weights
 
 
@@ -330,6 +331,25 @@ def test_bad_input_is_one_clear_sentence_and_nothing_is_trained(options: Any, me
         private(model, **options)
     assert "\n" not in str(error.value)
     assert torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("where", [(PrivateStep, "release"), (FilterMemory, "apply")], ids=["before it", "in it"])
+def test_an_interrupted_release_is_counted_and_the_way_out_is_named(where: tuple[type, str]) -> None:
+    run = finish(private(), until=2)
+    saved = run.state_dict()
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            finish(run)
+    assert run.budget.run_events == 3
+    with pytest.raises(RuntimeError, match="a release was interrupted, and its event is spent: load a saved state"):
+        finish(run)
+    run.load_state_dict(saved)
+    assert finish(run).steps_done == 5 and run.budget.run_events == 6  # the lost one was paid for
 
 
 def test_a_scheduler_that_follows_the_loss_is_refused() -> None:

@@ -276,3 +276,9 @@ def test_models_that_sum_over_records_refuse_folders_of_units(tmp_path: Path) ->
     folder, _ = write_unit_folders(tmp_path / "scans", SCANS, ("healthy", "ill"))
     with pytest.raises(ValueError, match="have folders of images in them"):
         prior_linear.run(RunSpec(model="prior-linear", dataset=str(folder)), tmp_path / "run")
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_records_per_unit", 0), ("unit_name", "")])
+def test_errors_name_the_arguments_of_make_private(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        of_units(**{name: value})

@@ -224,7 +224,7 @@ def released_sums(
             else:
                 step.accumulate(micro_batch, units=sampler.units.of(indices.numpy()))
             progress(len(micro_batch) / (mechanism.records_per_unit * batch_size * mechanism.releases))
-        step.release()
+        step.release(batch.step)
         released.append(gradient(model))
         optimizer.step()
     return batch_size * without_filter(mechanism.method.low_pass, released)

@@ -94,8 +94,8 @@ def memory_shared(claimed: Mechanism, canaries: int, randomness: Randomness, pro
             rows = range(start, min(start + 256, len(dataset)))
             step.accumulate(dataset.collate([dataset[row] for row in rows]))
         released = []
-        for _ in range(_BANDS):
-            step.release()
+        for t in range(_BANDS):
+            step.release(t)
             released.append(gradient(model))
             progress(1 / (_COPIES * _BANDS))
         whitened = shape.matrix(_BANDS) @ np.stack(released)

@@ -156,7 +156,7 @@ def _pmlf(method: Method, *, whole_step: bool = False) -> Callable[[nn.Module, B
             cycle=method.noise.bands,
         )
         for _ in range(method.points.depth):  # releases of empty batches, until all past iterates exist
-            step.release()
+            step.release(step.releases)
         model.zero_grad(set_to_none=True)
 
         def gradient() -> Sequence[Tensor]:
@@ -165,7 +165,7 @@ def _pmlf(method: Method, *, whole_step: bool = False) -> Callable[[nn.Module, B
             return ()
 
         def release() -> Sequence[Tensor]:
-            step.release()
+            step.release(step.releases)
             if whole_step:  # not the clipped sum, but noisy and filtered
                 return ()
             return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

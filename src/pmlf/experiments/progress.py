@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from pmlf.checkpoint import records_digest
 from pmlf.experiments.results import Evaluation
 from pmlf.experiments.tasks import Task
+from pmlf.mechanism.digests import records_digest
 
 
 @dataclass(kw_only=True)

@@ -185,6 +185,7 @@ class SecureRandomness:
 
     reproducible = False  # whether the noise can be computed again, and subtracted, from a seed
     description = "AES-256-CTR, a fresh operating-system key for every draw"
+    identity = None  # what tells one seed from another without revealing it
 
     def stream(self, purpose: str, *numbers: int) -> Stream:
         """A new stream; the purpose and numbers do not matter."""
@@ -217,6 +218,11 @@ class SeededRandomness:
         """The stream of this purpose and these numbers, from its start."""
         text = "/".join(["pmlf", str(self.seed), purpose, *map(str, numbers)])
         return Stream(hashlib.blake2b(text.encode(), digest_size=32).digest())
+
+    @property
+    def identity(self) -> int:
+        """A number that follows from the seed and does not reveal it."""
+        return self.seed_for("identity")
 
     def seed_for(self, purpose: str, *numbers: int) -> int:
         """A 63-bit number that depends on the seed, purpose and numbers, for generators that take a seed."""

@@ -28,23 +28,23 @@ class Records:
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate | None, *, together: bool) -> None:
-        self._dataset = dataset
-        self._collate_fn = collate_fn
+        self.dataset = dataset
+        self.collate_fn = collate_fn
         self._together = together
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return alone(self._dataset, index)
+        return alone(self.dataset, index)
 
     def __getitems__(self, indices: list[int]) -> Sequence[Any]:
         if not self._together:
-            return [alone(self._dataset, index) for index in indices]
-        records: Sequence[Any] = self._dataset.__getitems__(list(indices))
+            return [alone(self.dataset, index) for index in indices]
+        records: Sequence[Any] = self.dataset.__getitems__(list(indices))
         place = secrets.randbelow(len(records))
-        collate = self._collate_fn or default_collate
-        one, other = (collate([copied(r)]) for r in (alone(self._dataset, indices[place]), records[place]))
+        collate = self.collate_fn or default_collate
+        one, other = (collate([copied(r)]) for r in (alone(self.dataset, indices[place]), records[place]))
         if not _is_part(one, other):
             raise ValueError(
                 "the dataset's __getitems__ returns a different record alone than with others, by more than padding at "
@@ -58,15 +58,15 @@ class Records:
         Raises:
             ValueError: The collate function drops samples, or a sample depends on the other records.
         """
-        if self._collate_fn is None:
+        if self.collate_fn is None:
             return default_collate(records)
         place = secrets.randbelow(len(records))
         kept = copied(records[place])  # some collate functions change their input
-        batch = self._collate_fn(records)
+        batch = self.collate_fn(records)
         if batch_size(batch) != len(records):
             # without the numbers: the size of a draw is sensitive
             raise ValueError("collate_fn drops or repeats samples: it must keep every record of a batch exactly once")
-        if not _is_part(self._collate_fn([kept]), select(batch, slice(place, place + 1))):
+        if not _is_part(self.collate_fn([kept]), select(batch, slice(place, place + 1))):
             raise ValueError(
                 "collate_fn makes a different sample of a record alone than with others, by more than padding at its "
                 "ends: compute each sample from its own record, and use randomness only in loss_fn, if model.training "

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pmlf.basics.arguments import is_number, require_count
 from pmlf.basics.batches import to_device
-from pmlf.mechanism.cycles import Groups
+from pmlf.mechanism.cycles import Groups, refuse_other_order
 from pmlf.mechanism.events import cyclic
 from pmlf.mechanism.noise import Randomness, SharedRandomness
 from pmlf.mechanism.records import Records
@@ -157,6 +157,7 @@ class PoissonBatches:
         self._rank, self._ranks = rank, ranks
         self._drawn: dict[int, NDArray[np.int64]] = {}  # by step, for the steps not done yet
         self._taken: Counter[int] = Counter()  # how often a step was taken
+        self._order_digests: dict[bytes, str | None] = {}  # by the key of the groups
 
     def __getstate__(self) -> None:
         raise TypeError(
@@ -228,8 +229,22 @@ class PoissonBatches:
         return self._groups.at(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The key of an unseeded cycle's groups. It tells who is in which group: keep it as private as the records."""
-        return {"groups": self._groups.key.hex() if self._groups.drawn_once else None}
+        """The groups of a cycle, and a digest of the records in their order. Keep it as private as the records.
+
+        It has the key of unseeded groups, which tells who is in which group. The first call reads every record once,
+        because a group is of records by their place: in another order they would take part more often.
+        """
+        if self._groups.cycle == 1:
+            return {"groups": None}
+        key = self._groups.key.hex() if self._groups.drawn_once else None
+        return {
+            "groups": {
+                "cycle": self._groups.cycle,
+                "population": self.population,
+                "key": key,
+                "records": self._order_digest(self._groups),
+            }
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the groups of a saved state: a record stays in its group for the whole run.
@@ -238,14 +253,34 @@ class PoissonBatches:
             state: What `state_dict` returned.
 
         Raises:
-            ValueError: The state is of a sampler with another kind of groups.
+            ValueError: The state is of a sampler with other groups, or the records or their order have changed.
         """
-        if (state["groups"] is not None) != self._groups.drawn_once:
-            raise ValueError("the state and this sampler differ in cycle or in having a seed: build it as it was saved")
-        if state["groups"] is None or state["groups"] == self._groups.key.hex():
+        if "groups" not in state:
+            raise ValueError("the state has no 'groups': give what state_dict() of a sampler returned")
+        saved, own = state["groups"], self._groups
+        if saved is None or own.cycle == 1:
+            if (saved is None) != (own.cycle == 1):
+                raise ValueError("the state and this sampler differ in cycle: build the sampler as it was saved")
             return
-        self._groups = Groups(self.population, self._groups.cycle, self._randomness, bytes.fromhex(state["groups"]))
-        self._drawn.clear()  # draws from other groups
+        for name, value in (("cycle", own.cycle), ("population", self.population)):
+            if saved[name] != value:
+                raise ValueError(
+                    f"the state has {name}={saved[name]} and this sampler has {value}: a record would not stay in its "
+                    "group. Build the sampler as it was saved"
+                )
+        if (saved["key"] is not None) != own.drawn_once:
+            raise ValueError("the state and this sampler differ in having a seed: build the sampler as it was saved")
+        key = own.key if saved["key"] is None else bytes.fromhex(saved["key"])
+        groups = own if key == own.key else Groups(self.population, own.cycle, self._randomness, key)
+        refuse_other_order(saved["records"], self._order_digest(groups))
+        if groups is not own:
+            self._groups = groups
+            self._drawn.clear()  # draws from other groups
+
+    def _order_digest(self, groups: Groups) -> str | None:
+        if groups.key not in self._order_digests:
+            self._order_digests[groups.key] = groups.order_digest(self._records, self.units)
+        return self._order_digests[groups.key]
 
 
 class _StepDraws:

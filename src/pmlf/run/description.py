@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ def run_facts(run: PrivateRun) -> Facts:
         ),
         ("model", f"{type(run.model).__name__}, {trained:,} trained parameters"),
         ("optimizer", optimizer),
-        ("noise", run.private_step.noise_source),
+        ("noise", settings.noise_source(run.private_step.randomness)),
     ]
 
 
@@ -63,9 +63,21 @@ def saved_mechanism(run: PrivateRun) -> dict[str, Any]:
         "delta": plan.delta,
         "secure_noise": settings.secure_noise,
         "target_epsilon": plan.target_epsilon,
-        # a number that follows from the seed and does not reveal it; None without a seed
-        "chance": step.randomness.seed_for("identity") if step.randomness.reproducible else None,
+        "randomness": step.randomness.identity,
     }
+
+
+def refuse_other_mechanism(run: PrivateRun, saved: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a state is of the run's mechanism, or of one with fewer steps where that is guarded."""
+    for name, value in saved_mechanism(run).items():
+        before = saved.get(name)
+        if before == value or (name == "steps" and before < value and run.budget.guards_longer_plans):
+            continue
+        if name == "randomness":
+            raise ValueError("the state and this run differ in seed: build the run with the same seed")
+        raise ValueError(
+            f"the state has {name}={before!r} and this run has {value!r}: build the run with the same {name}"
+        )
 
 
 def as_text(facts: Facts) -> str:

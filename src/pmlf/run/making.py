@@ -24,10 +24,10 @@ from pmlf.evidence.tally import RECORD, PrivacyPlan
 from pmlf.mechanism import accounting
 from pmlf.mechanism.accounting import Event
 from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
-from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
+from pmlf.mechanism.noise import randomness_from_seed
 from pmlf.mechanism.sampling import PoissonBatches, population
 from pmlf.mechanism.truncation import chance_of_a_cut
-from pmlf.mechanism.units import MOST_RECORDS, Units
+from pmlf.mechanism.units import MOST_RECORDS, Units, require_unit_arguments
 from pmlf.methods import Method, resolve
 from pmlf.parallel.processes import Group, joined
 from pmlf.run.averaging import ParameterAverage
@@ -183,7 +183,7 @@ def make_private(
     z = processes.by_first(lambda: _noise_multiplier(given_noise, epsilon, delta, rate, planned, ledger, bands, cut))
     event = Event(noise_multiplier=z, sample_rate=accounting.cyclic(rate, planned, bands)[0], overflow=cut)
     plan = PrivacyPlan(event=event, steps=planned, delta=delta, target_epsilon=epsilon, bands=bands, unit=unit)
-    randomness = _randomness(seed)
+    randomness = randomness_from_seed(seed)
     check_optimizer(model, optimizer, method)
     epoch_count = Epochs(records=records, batch_size=batch_size, steps=planned).count
     interval = checked_interval(scheduler, scheduler_interval, optimizer, steps=planned, epochs=epoch_count)
@@ -236,6 +236,7 @@ def _protected(dataset: Any, units: Any, most: int, name: str) -> tuple[Units | 
     records = population(dataset)
     if units is None:
         return None, records
+    require_unit_arguments(most, name)
     whole = Units(units, most=most, name=name)
     whole.check(records, together=most)
     return whole, whole.count
@@ -330,14 +331,6 @@ def _noise_multiplier(
         bands=bands,
         overflow=overflow,
     )
-
-
-def _randomness(seed: int | None) -> Randomness:
-    if seed is None:
-        return SecureRandomness()
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"seed={seed!r} is not a whole number or None: None gives cryptographic noise")
-    return SeededRandomness(seed)
 
 
 def _average(ema: float | None, step: PrivateStep) -> ParameterAverage | None:

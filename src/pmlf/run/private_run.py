@@ -17,7 +17,7 @@ from pmlf.mechanism.sampling import LogicalBatch, PoissonBatches
 from pmlf.parallel.processes import Processes
 from pmlf.run.averaging import ParameterAverage
 from pmlf.run.callbacks import Callbacks, EndRecord, EvaluationRecord
-from pmlf.run.description import as_html, as_text, run_facts, saved_mechanism
+from pmlf.run.description import as_html, as_text, refuse_other_mechanism, run_facts, saved_mechanism
 from pmlf.run.iteration import Batches, Epoch, Epochs, remaining_epochs
 from pmlf.run.scheduling import Interval
 from pmlf.run.together import affords, spend
@@ -219,7 +219,7 @@ class PrivateRun:
         self._between_steps = False
         self._sampler.passed(batch.step)
         self._released += 1
-        self.private_step.release()
+        self.private_step.release(batch.step)
         if self.callbacks:
             self.callbacks.released(self.steps_done, self._epoch, self.optimizer, self.private_step.trained)
         self.optimizer.step()
@@ -233,6 +233,8 @@ class PrivateRun:
 
     def _refuse_other(self, batch: LogicalBatch) -> None:
         """Raise unless the batch is the one that is due, and nothing was done outside of the run."""
+        if self._lost_release:
+            raise RuntimeError("a release was interrupted, and its event is spent: load a saved state of the run")
         if not isinstance(batch, LogicalBatch) or batch is not self._due or batch.used:
             raise ValueError(
                 "this batch was not issued by run.batches(), or was used already: pass each issued batch to run.step "
@@ -310,7 +312,7 @@ class PrivateRun:
             units=self._sampler.units,
             expected_batch_size=step.settings.expected_batch_size,
             steps_done=self.steps_done,
-            randomness=step.noise_source,
+            randomness=step.settings.noise_source(step.randomness),
             reproducible=step.randomness.reproducible,
             independence=str(step.independence or "not looked at: no sample was seen since the run was built"),
             watched=step.watched,
@@ -358,12 +360,7 @@ class PrivateRun:
         for name in _STATE:
             if name not in state:
                 raise ValueError(f"the state has no {name!r}: give what state_dict() of this version returned")
-        for name, value in saved_mechanism(self).items():
-            saved = state["mechanism"].get(name)
-            if saved != value and not (name == "steps" and saved < value and self.budget.guards_longer_plans):
-                raise ValueError(
-                    f"the state has {name}={saved!r} and this run has {value!r}: build the run with the same {name}"
-                )
+        refuse_other_mechanism(self, state["mechanism"])
         if (state["scheduler"] is None) != (self.scheduler is None):
             raise ValueError(
                 "the state and this run differ in having a scheduler: build the run with the same scheduler"
@@ -388,9 +385,12 @@ class PrivateRun:
     def _schedule_is_due(self) -> bool:
         return self.scheduler_interval == "step" or self.planned_epochs.complete(self.steps_done)
 
+    @property
+    def _lost_release(self) -> bool:
+        return not self.between_steps and self.private_step.releases == self._released - 1
+
     def _refuse_foreign_releases(self) -> None:
-        torn = not self.between_steps and self.private_step.releases == self._released - 1
-        if self.private_step.releases != self._released and not torn:
+        if self.private_step.releases != self._released and not self._lost_release:
             raise RuntimeError(
                 "run.private_step was released or loaded outside of the run, and nothing accounts for it: load a saved "
                 "state of the run, and use run.step and run.load_state_dict"

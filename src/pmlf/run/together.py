@@ -10,18 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Subset
 
-from pmlf.checkpoint import records_digest
 from pmlf.evidence.budget import BudgetGuard
 from pmlf.evidence.ledger import Ledger, Position
 from pmlf.evidence.tally import PrivacyPlan
+from pmlf.mechanism.digests import spread_digest
 from pmlf.mechanism.noise import Randomness, SharedRandomness
 from pmlf.mechanism.records import Collate
 from pmlf.mechanism.units import Units
 from pmlf.parallel.processes import Processes
-
-_COMPARED = 32  # records that are compared between ranks
 
 
 def shared_draws(randomness: Randomness, processes: Processes) -> Randomness | SharedRandomness:
@@ -96,11 +93,9 @@ def facts_of_records(
     if processes.size == 1:
         return {}
     records, key = len(dataset), processes.by_first(lambda: os.urandom(32))
-    some = Subset(dataset, [records * place // _COMPARED for place in range(_COMPARED)])
-    digests = {records_digest(some, collate_fn, key) for _ in range(2)}
     return {
         "dataset (its number of records)": str(records),
-        "dataset (the content of a record)": digests.pop() if len(digests) == 1 else "random",
+        "dataset (the content of a record)": str(spread_digest(dataset, collate_fn, key)),
         "lengths of records": "" if lengths is None else blake2b(lengths.tobytes()).hexdigest(),
         "units of records": "" if units is None else units.digest(key),
     }

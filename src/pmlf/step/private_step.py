@@ -179,7 +179,8 @@ class PrivateStep:
 
     @property
     def randomness(self) -> Randomness:
-        return self._randomness  # of noise and dropout
+        """The source of noise and dropout."""
+        return self._randomness
 
     @property
     def processes(self) -> Processes:
@@ -188,13 +189,8 @@ class PrivateStep:
 
     @property
     def sharded(self) -> bool:
-        return isinstance(self._holding, ParameterShards)  # each rank holds a part of the parameters
-
-    @property
-    def noise_source(self) -> str:
-        """Where the noise comes from, in words."""
-        hardened = "; each Gaussian half the sum of four, added in float64 (Holohan & Braghin 2021)"
-        return self._randomness.description + (hardened if self._settings.secure_noise else "")
+        """Whether each rank holds a part of the parameters."""
+        return isinstance(self._holding, ParameterShards)
 
     @property
     def independence(self) -> Finding | None:
@@ -213,7 +209,8 @@ class PrivateStep:
 
     @property
     def releases(self) -> int:
-        return self._releases  # the private gradients released so far
+        """The number of private gradients released so far."""
+        return self._releases
 
     @property
     def pending(self) -> bool:
@@ -222,6 +219,7 @@ class PrivateStep:
 
     @property
     def trained(self) -> list[nn.Parameter]:
+        """The trainable parameters."""
         return [self.model.get_parameter(name) for name in self._plan.parameters]
 
     def accumulate(self, micro_batch: Any, *, samples: Tensor | None = None, units: Any = None) -> None:
@@ -286,9 +284,14 @@ class PrivateStep:
         """The pending sum before noise, None of no samples. For tests and audits: it must not be shown or kept."""
         return None if self._pending is None else self._pending.total
 
-    def release(self) -> None:
-        """Add noise, divide by the expected batch size, filter, and leave the result in `p.grad`; forget the sum."""
+    def release(self, step: int | None = None) -> None:
+        """Add noise, divide by the expected batch size, filter, and leave the result in `p.grad`; forget the sum.
+
+        `step` is the step that the batch was drawn for, `batch.step`. With a cycle it must be given, and be the number
+        of releases before: if a step were left out, groups would come back too early for the noise.
+        """
         self._refuse_torn()
+        self._settings.refuse_other_step(step, due=self._releases)
         self._agreement.reach(self._releases)
         anatomy, asked = Anatomy(self.model), Questions()
         named, _ = self._unchanged(anatomy, asked)
@@ -321,12 +324,10 @@ class PrivateStep:
             parameter.grad = self._holding.as_gradient(value.to(parameter.dtype), parameter)
         self._clipper.clip_norm = self._clip_norm.after(total.within, self._randomness, self._releases)
         self._clipper.give_away(total)  # to the filter or p.grad: no later sum is written where somebody can see it
-        self._pending = None
-        self._releases += 1
-        self._torn = False
+        self._pending, self._releases, self._torn = None, self._releases + 1, False
 
     def discard(self) -> None:
-        """Forget a pending sum: nothing was released, nothing is spent."""
+        """Forget a pending sum: nothing was released, nothing is spent. With a cycle, take the same step again."""
         self._refuse_torn()
         self._forget()
 
@@ -340,6 +341,7 @@ class PrivateStep:
             raise RuntimeError("a sum is pending, which is sensitive: call release() or discard() before state_dict()")
         return {
             "method": self._settings.method.name,
+            "shape": list(self._settings.method.noise.coefficients),
             "releases": self._releases,
             "filter": self._filter.state_dict(),
             "history": self._history.state_dict(),
@@ -347,11 +349,8 @@ class PrivateStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state of a step with the same method and model."""
-        if self._pending is not None and not self._torn:
-            raise RuntimeError("a sum is pending: call release() or discard() before load_state_dict()")
-        if state["method"] != (name := self._settings.method.name):
-            raise ValueError(f"the state is of method {state['method']!r}, this step runs {name!r}")
+        """Continue from a saved state of a step with the same method, noise shape and model. Forgets a pending sum."""
+        self._settings.refuse_other_state(state)
         require_count("releases", state["releases"], "it counts the releases of the state", least=0)
         history = History(self._settings.method.points.depth)
         history.load_state_dict(state["history"], like=[self._holding.own(p) for p in self.trained])
@@ -380,13 +379,13 @@ class PrivateStep:
 
     def _facts(self, gradients: Gradients) -> dict[str, str]:
         """What all ranks must have in common."""
-        randomness, augmented = self._randomness, self._passes.augmentation is not None
+        plain = self._passes.augmentation is None
         with self._holding.lent():
             of_model = facts_of(self.model)
         return {
             **of_model,
-            "setting of the step": f"{self._settings} {gradients} augmented: {augmented}, watched: {self.watched}",
-            "seed": str(randomness.seed_for("identity") if randomness.reproducible else None),
+            "setting of the step": f"{self._settings} {gradients}, plain: {plain}, watched: {self.watched}",
+            "seed": str(self._randomness.identity),
         }
 
     def _unchanged(self, anatomy: Anatomy, questions: Questions) -> tuple[dict[str, nn.Parameter], Fingerprint]:

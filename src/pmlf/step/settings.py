@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pmlf.basics.arguments import is_number, require_count, require_positive
 from pmlf.basics.clipping import CLIPPINGS, Clipping
 from pmlf.mechanism.adaptive_clipping import FARTHEST, AdaptiveClipping, ClipNorm
-from pmlf.mechanism.noise import LARGEST_STD
+from pmlf.mechanism.noise import LARGEST_STD, Randomness
 from pmlf.methods import Method
 
 _MOST_IN_FLOAT32 = 64  # samples expected: beyond, rounding of the sum could pass 1e-4 of what one of them adds
@@ -71,6 +73,37 @@ class StepSettings:
                 f"leave cycle out, or give a method with bands={self.cycle}"
             )
 
+    def refuse_other_step(self, step: int | None, *, due: int) -> None:
+        """Raise ValueError if a batch was drawn for another step than the one that is due.
+
+        With a cycle, leaving a step out would bring the next groups back too early: a record would take part twice in
+        b releases in a row.
+        """
+        if step is None and self.cycle > 1:
+            raise ValueError(
+                f"step is missing: shaped noise needs the groups of cycle={self.cycle} in turn, and the step of a "
+                "batch says whose turn it is. Call release(batch.step)"
+            )
+        if step is not None and step != due:
+            raise ValueError(
+                f"step={step} is not {due}, the step that is due: take all steps in order, also one with an empty "
+                f"batch, and one that failed again, from batches({due}, steps)"
+            )
+
+    def refuse_other_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless a saved state of a step is of the same method, with the same noise shape."""
+        for name in ("method", "shape", "releases", "filter", "history"):
+            if name not in state:
+                raise ValueError(f"the state has no {name!r}: give what state_dict() of this version returned")
+        if state["method"] != self.method.name:
+            raise ValueError(f"the state is of method {state['method']!r}, this step runs {self.method.name!r}")
+        saved, own = tuple(state["shape"]), tuple(self.method.noise.coefficients)
+        if saved != own:  # its groups were not drawn as this noise needs it
+            raise ValueError(
+                f"the state has noise of {len(saved)} bands, {saved}, and this step of {len(own)}, {own}: build the "
+                "step with the method of the state"
+            )
+
     def _check_adaptive(self) -> None:
         if self.adaptive is None:
             return
@@ -122,6 +155,11 @@ class StepSettings:
     def noise_scale(self) -> float:
         """Standard deviation of the noise on the sum."""
         return self.noise_multiplier * self.clip_norm
+
+    def noise_source(self, randomness: Randomness) -> str:
+        """Where the noise comes from, in words."""
+        hardened = "; each Gaussian half the sum of four, added in float64 (Holohan & Braghin 2021)"
+        return randomness.description + (hardened if self.secure_noise else "")
 
     @property
     def without_noise(self) -> bool:
