@@ -280,11 +280,28 @@ def test_the_certificate_states_shape_sampling_and_argument_and_holds() -> None:
     assert "p = 4 B/n" in page(document) and "cyclic Poisson" in page(document)
 
 
-@pytest.mark.parametrize("change", ["shape", "bands", "events", "sampler", "white"])
+@pytest.mark.parametrize("bands", [(1, 4), (4, 1), (4, 2), (2, 4), (4, 4)])
+def test_certificates_of_runs_with_as_many_steps_on_one_ledger_hold(bands: tuple[int, int], tmp_path: Path) -> None:
+    """The events of the white run were taken for those of the shaped one, whose certificate then did not hold."""
+    for number, each in enumerate(bands):
+        with Ledger(tmp_path / "ledger", dataset="records", run=f"run {number}") as ledger:
+            run = go(start(method=methods.lp_dpsgd(bands=each), ledger=ledger, target_epsilon=4.0 + 4 * number))
+            document = run.certificate()
+        assert examined(document)[1] is None
+        assert document.get("released_events", STEPS) == math.ceil(STEPS / each)
+
+
+@pytest.mark.parametrize(
+    "change", ["shape", "unstable shape", "bands", "events", "released events", "sampler", "white"]
+)
 def test_a_certificate_that_contradicts_itself_does_not_hold(change: str) -> None:
     document = copy.deepcopy(go(start()).certificate())
     if change == "shape":
         document["method"]["noise_shape"][0] *= 2
+    elif change == "unstable shape":
+        document["method"]["noise_shape"] = [0.0, 0.5, 0.5, 0.5]
+    elif change == "released events":
+        document["released_events"] -= 1
     elif change == "bands":
         document["trials"][0]["bands"] = 7
     elif change == "events":

@@ -19,6 +19,7 @@ from pmlf.evidence.mechanism_words import MechanismWords
 from pmlf.evidence.statement import (
     BANDS,
     CAPPED,
+    EVENTS,
     FILTER,
     FORMAT,
     NOT_ACCOUNTED_FOR,
@@ -114,6 +115,7 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
             "epsilon_at_released_steps": _by_accountant(events_of(plan, parts), plan.delta),
             "planned_steps": plan.steps,
             "released_steps": budget.run_steps,
+            **({EVENTS: parts[-1]} if plan.bands > 1 else {}),
             **_queries(plan, parts),
             "steps_of_the_model": run.steps_done,
             "records": run.records if run.units is None else run.units.records,

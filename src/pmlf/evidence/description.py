@@ -9,6 +9,7 @@ from pmlf.evidence.json_object import JsonObject
 from pmlf.evidence.tally import RECORD
 from pmlf.mechanism.noise import SeededRandomness
 from pmlf.mechanism.selection import Selection
+from pmlf.mechanism.shapes import NoiseShape
 from pmlf.mechanism.truncation import overflow
 
 SHAPE = "noise_shape"  # of a method with shaped noise
@@ -36,7 +37,7 @@ def bands_of(method: JsonObject) -> int:
         raise Contradiction(
             f"{SHAPE} has {len(coefficients)} coefficients of norm {math.hypot(*coefficients)}, above 1"
         )
-    return len(coefficients)
+    return NoiseShape(coefficients).bands
 
 
 def check_description(entries: JsonObject) -> None:

@@ -50,7 +50,7 @@ NOT_ACCOUNTED_FOR = (
 )
 _OTHER_ACCOUNTANT = 1e-3  # relative: the target may have been met by another version of the accountant
 _LIMITS = "not_accounted_for"
-BANDS, STEPS = "bands", "steps"  # entries of shaped noise alone
+BANDS, STEPS, EVENTS = "bands", "steps", "released_events"  # entries of shaped noise alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,7 @@ class Statement:
         at_planned_steps: Epsilon of the planned steps, by accountant.
         at_released_steps: Epsilon of the released steps, by accountant.
         released_steps: The number of steps that the run released.
+        released_events: The number of events of those steps: with cyclic sampling, of the group that had most.
         released_queries: The number of releases of each of the plan's queries.
         steps_of_the_model: The number of steps that the model has taken.
         trials: The number of steps of every trial.
@@ -79,6 +80,7 @@ class Statement:
     at_planned_steps: Mapping[str, float]
     at_released_steps: Mapping[str, float]
     released_steps: int
+    released_events: int
     released_queries: tuple[int, ...]
     steps_of_the_model: int
     trials: Mapping[Trial, int]
@@ -96,15 +98,6 @@ class Statement:
         return found
 
     @property
-    def released_events(self) -> int:
-        """The number of events of the run's steps. Of several runs with as many steps, the largest number counts."""
-        steps, events = Counter[str](), Counter[str]()
-        for trial, count in self.trials.items():
-            steps[trial.run] += count
-            events[trial.run] += self.trial_events[trial]
-        return max((events[run] for run in steps if steps[run] == self.released_steps), default=0)
-
-    @property
     def released(self) -> Mapping[Event, int]:
         """The number of events of each kind that the run released."""
         return events_of(self.plan, (*self.released_queries, self.released_events))
@@ -116,15 +109,21 @@ class Statement:
             Contradiction: They do not.
         """
         spent, planned = sum(self.trials.values()), self.plan.steps
-        by_run = Counter[str]()
+        by_run, events_by_run = Counter[str](), Counter[str]()
         for trial, count in self.trials.items():
             by_run[trial.run] += count
+            events_by_run[trial.run] += self.trial_events[trial]
         if self.steps_of_the_model > min(planned, spent):
             raise Contradiction(
                 f"the model has {self.steps_of_the_model} steps, of {planned} planned and {spent} events in the trials"
             )
         if self.released_steps not in {0, *by_run.values()}:
-            raise Contradiction(f"released_steps={self.released_steps} is the number of events of no run in the trials")
+            raise Contradiction(f"released_steps={self.released_steps} is the number of steps of no run in the trials")
+        if (self.released_steps, self.released_events) not in [
+            (0, 0),
+            *((by_run[r], events_by_run[r]) for r in by_run),
+        ]:
+            raise Contradiction(f"{EVENTS}={self.released_events} is the number of events of no run in the trials")
         if not self.in_a_ledger and len(by_run) > 1:
             raise Contradiction("it names no dataset, so it has no ledger, and lists trials of several runs")
         for trial, count in self.trials.items():
@@ -219,7 +218,7 @@ def read_statement(document: Mapping[str, Any]) -> Statement:
         Contradiction: Its numbers contradict each other.
     """
     entries = JsonObject(document, "the certificate")
-    entries.require(*_NAMES, optional=(*OPTIONAL, _QUERIES))
+    entries.require(*_NAMES, optional=(*OPTIONAL, _QUERIES, EVENTS))
     entries.same("certificate", FORMAT)
     if entries.texts(_LIMITS)[: len(NOT_ACCOUNTED_FOR)] != NOT_ACCOUNTED_FOR:  # a run may add what it knows of
         entries.same(_LIMITS, list(NOT_ACCOUNTED_FOR))
@@ -236,6 +235,7 @@ def read_statement(document: Mapping[str, Any]) -> Statement:
         at_planned_steps=entries.amounts("epsilon_at_planned_steps", ACCOUNTANTS),
         at_released_steps=entries.amounts("epsilon_at_released_steps", ACCOUNTANTS),
         released_steps=entries.count("released_steps"),
+        released_events=entries.count(EVENTS if bands > 1 else "released_steps"),
         steps_of_the_model=entries.count("steps_of_the_model"),
         released_queries=_released(entries),
         trials=trials,
