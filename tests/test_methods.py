@@ -9,7 +9,9 @@ import torch
 
 from pmlf import PrivateStep, methods
 from pmlf.basics.batches import select
+from pmlf.filters import LowPass
 from pmlf.mechanism.points import Points, past_iterates
+from pmlf.shapes import NoiseShape
 from reference import Reference
 from zoo import CASES, make
 
@@ -190,3 +192,16 @@ def test_shaped_noise_with_other_sampling_is_refused() -> None:
     for method, cycle in (("dp-pmlf-shaped", 1), ("dp-pmlf-shaped", 4), ("dp-pmlf", 8)):
         with pytest.raises(ValueError, match=f"cycle={cycle}"):
             PrivateStep(model, loss, method=method, noise_multiplier=1.0, expected_batch_size=5.0, cycle=cycle)
+
+
+@pytest.mark.parametrize("name", ["lp-dpsgd-shaped", "dp-pmlf-shaped"])
+def test_a_shaped_preset_is_not_white(name: str) -> None:
+    with pytest.raises(ValueError, match=f"one band is white noise, which is method {name.removesuffix('-shaped')}"):
+        methods.PRESETS[name](bands=1)
+
+
+@pytest.mark.parametrize("part", ["points", "low_pass", "noise"])
+def test_a_method_is_made_of_its_parts(part: str) -> None:
+    parts: dict[str, Any] = {"points": methods.dpsgd().points, "low_pass": LowPass(), "noise": NoiseShape.white()}
+    with pytest.raises(ValueError, match=f"{part}=None is not a"):
+        methods.Method(name="mine", **(parts | {part: None}))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pmlf.basics.arguments import did_you_mean, is_number, require_count, require_positive
 from pmlf.mechanism.filters import LowPass
 from pmlf.mechanism.points import Point, Points, past_iterates
-from pmlf.mechanism.shape_fit import Workload, banded
-from pmlf.mechanism.shapes import NoiseShape
+from pmlf.mechanism.shape_fit import banded, usual_workload
+from pmlf.mechanism.shapes import MOST_BANDS, NoiseShape
 
 _WHITE = NoiseShape.white()
 
@@ -37,6 +37,11 @@ class Method:
     points: Points
     low_pass: LowPass
     noise: NoiseShape = _WHITE
+
+    def __post_init__(self) -> None:
+        for name, kind in (("points", Points), ("low_pass", LowPass), ("noise", NoiseShape)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a {kind.__name__}")
 
 
 _CURRENT = Points(points=past_iterates(1, 1.0))
@@ -146,7 +151,7 @@ def lp_dpsgd_shaped(a: Sequence[float] = (-0.9,), b: Sequence[float] = (0.1,), b
     Args:
         a: Feedback coefficients a_1, a_2, ... of the filter.
         b: Feedforward coefficients b_0, b_1, ... of the filter.
-        bands: The number of bands of the noise shape, 1 to 64.
+        bands: The number of bands of the noise shape, 2 to 64.
 
     Returns:
         The method.
@@ -157,6 +162,7 @@ def lp_dpsgd_shaped(a: Sequence[float] = (-0.9,), b: Sequence[float] = (0.1,), b
     >>> lp_dpsgd_shaped().noise.bands, lp_dpsgd_shaped().low_pass.corrected
     (8, False)
     """
+    _check_shaped("lp-dpsgd", bands)
     return replace(lp_dpsgd(a, b, bands), name="lp-dpsgd-shaped")
 
 
@@ -170,7 +176,7 @@ def dp_pmlf_shaped(
         beta: The decay of the weights, in (0, 1].
         a: Feedback coefficients a_1, a_2, ... of the filter.
         b: Feedforward coefficients b_0, b_1, ... of the filter.
-        bands: The number of bands of the noise shape, 1 to 64. `pmlf.shapes.best` chooses it for a target epsilon.
+        bands: The number of bands of the noise shape, 2 to 64. `pmlf.shapes.best` chooses it for a target epsilon.
 
     Returns:
         The method.
@@ -181,6 +187,7 @@ def dp_pmlf_shaped(
     >>> dp_pmlf_shaped(bands=4).noise.bands
     4
     """
+    _check_shaped("dp-pmlf", bands)
     return replace(dp_pmlf(k, beta, a, b, bands), name="dp-pmlf-shaped")
 
 
@@ -298,7 +305,11 @@ def _filter_and_noise(a: Sequence[float], b: Sequence[float], bands: int) -> tup
     """A filter of DC gain 1, and the noise shape that fits it."""
     corrected = LowPass(a=a, b=b)
     low_pass = corrected if bands == 1 else LowPass(a=a, b=b, corrected=False)
-    return low_pass, banded(bands, workload=Workload(low_pass=low_pass))
+    return low_pass, banded(bands, workload=usual_workload(low_pass))
+
+
+def _check_shaped(white: str, bands: int) -> None:
+    require_count("bands", bands, f"one band is white noise, which is method {white}", least=2, most=MOST_BANDS)
 
 
 def _momentum(k: int, beta: float) -> Points:

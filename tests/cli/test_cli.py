@@ -305,6 +305,20 @@ def test_sigterm_leaves_a_checkpoint_that_resume_continues_from(call: Call, tmp_
     assert json.loads(out)["epsilon"] == document["epsilon"] and json.loads(out)["runs"][0]["events"] == 60
 
 
+def test_a_ledger_of_shaped_runs_shows_steps_and_the_events_of_a_group(call: Call) -> None:
+    ledger = ("--ledger", "both.jsonl", "--model", "linear", "--steps", 9, "--batch-size", 200)
+    for out, options in (("white", ["--epsilon", 2]), ("shaped", ["--epsilon", 4, "--bands", 4])):
+        assert call("train", "--method", "lp-dpsgd", *options, *ledger, "--out", out)[0] == 0
+    code, out, _ = call("account", "--ledger", "both.jsonl")
+    rows = [line.split()[1:5] for line in out.splitlines() if "0.0" in line or "0.1" in line]
+    assert code == 0 and ["9", "9", "1", "9"] in rows and ["9", "9", "4", "3"] in rows
+    assert call("account", "--certificate", "shaped/certificate.json")[0] == 0
+
+
+def test_a_filter_at_which_training_diverges_can_have_shaped_noise(call: Call) -> None:
+    assert call("filter", "--bands", 4, "--butterworth", 2, 0.1)[0] == 0
+
+
 def test_resume_refuses_what_is_no_run(call: Call, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder, said in (("empty", "is not the folder of a run"), ("nowhere", "does not exist")):

@@ -17,6 +17,7 @@ from pmlf import models
 from pmlf.cli.main import main
 from pmlf.cli.plan import page
 from pmlf.experiments import planning
+from pmlf.shapes import best as best_shape
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SMALL = {"records": 10_000, "parameters": 400, "batch_sizes": [100, 400, 1600], "epochs": [4, 16], "delta": 1e-5}
@@ -79,7 +80,9 @@ def test_the_recommendation_is_the_cheapest_that_is_nearly_the_best(sweep: plann
         assert all(point.path_over_noise < planning.ENOUGH * best for point in cheaper)
         assert each.method == "lp-dpsgd"
         assert each.noise_shape == "white" and "Noise: white" in each.reason
-        assert ("is possible here" in each.reason) == (8 * each.point.batch_size <= sweep.records)
+        setting = {"batch_size": each.point.batch_size, "steps": each.point.steps, "delta": sweep.delta}
+        chosen = best_shape(records=sweep.records, epsilon=each.point.target_epsilon, **setting).shape.bands
+        assert chosen == 1 or f"--bands {chosen} leaves" in each.reason
 
 
 def test_the_time_of_a_sample_is_measured_on_synthetic_inputs() -> None:

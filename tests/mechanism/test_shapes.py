@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import linalg, optimize, signal
 
+from pmlf import filters
 from pmlf.filters import LowPass
+from pmlf.mechanism.shape_fit import usual_workload
 from pmlf.shapes import NoiseShape, Workload, banded, best, error
 
 COEFFICIENTS = (0.6, 0.5, 0.3, -0.1)
@@ -61,6 +64,8 @@ def test_a_stored_shape_is_read_back_to_the_last_digit() -> None:
         ((1.0, 1.5), "an inverse that grows"),
         (tuple(np.poly([0.95] * 8).tolist()), "float32 would round"),  # noise of 1e17: a step's own noise is lost
         ((1.0,) + (0.01,) * 64, "more than 64"),
+        (5, "coefficients=5 are not finite numbers"),
+        (None, "coefficients=None are not finite numbers"),
     ],
 )
 def test_a_shape_that_cannot_be_used_is_refused(coefficients: tuple[float, ...], message: str) -> None:
@@ -156,3 +161,26 @@ def test_a_workload_out_of_range_is_refused(arguments: dict, message: str) -> No
 def test_a_curvature_at_which_training_diverges_is_refused() -> None:
     with pytest.raises(ValueError, match="diverges"):
         error(NoiseShape.white(), Workload(steps=300, low_pass=LowPass((-0.9,), (4.0,), corrected=False)))
+
+
+@pytest.mark.parametrize(
+    ("low_pass", "left_out"),
+    [(LowPass(a=(0.9,), b=(1.9,)), (1.0,)), (filters.butterworth(2, 0.1), (1.0,)), (LowPass(), ())],
+)
+def test_the_usual_workload_of_a_filter_leaves_out_where_training_diverges(
+    low_pass: LowPass, left_out: tuple[float, ...]
+) -> None:
+    low_pass = replace(low_pass, corrected=False)
+    workload = usual_workload(low_pass)
+    assert set(Workload().curvatures) - set(workload.curvatures) == set(left_out)
+    assert banded(4, workload=workload).bands == 4
+    for curvature in left_out:
+        with pytest.raises(ValueError, match="diverges"):
+            banded(4, workload=replace(workload, curvatures=(curvature,)))
+
+
+@pytest.mark.parametrize("changed", [{"records": 0}, {"batch_size": 0.0}, {"batch_size": 200.0}, {"steps": 0}])
+def test_best_names_the_argument_that_is_out_of_range(changed: dict[str, float]) -> None:
+    ((name, value),) = changed.items()
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        best(**{"records": 100, "batch_size": 10, "steps": 10, "epsilon": 1.0, "delta": 1e-5, **changed})  # type: ignore[arg-type]

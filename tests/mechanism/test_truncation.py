@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ import pytest
 import torch
 from dp_accounting import pld
 from dp_accounting.privacy_accountant import NeighboringRelation
+from scipy import special
 
 from pmlf import Ledger, accounting, checkpoint, methods
 from pmlf.cli.main import main
 from pmlf.evidence import ledger as ledgers
 from pmlf.evidence.certificate import examined, sealed
 from pmlf.mechanism.noise import SeededRandomness
+from pmlf.mechanism.truncation import smallest_batch_bound
 from pmlf.sampling import PoissonBatches
 from small_runs import finish, private, weights
 
 RECORDS, BATCH, STEPS, DELTA = 2000, 100, 50, 1e-5
-LEAST = accounting.smallest_batch_bound(records=RECORDS, batch_size=BATCH, steps=STEPS, epsilon=4.0, delta=DELTA)
+LEAST = smallest_batch_bound(records=RECORDS, batch_size=BATCH, steps=STEPS, epsilon=4.0, delta=DELTA)
 
 
 def independent(z: float, largest: int) -> float:
@@ -138,3 +141,36 @@ def test_the_command_line_accounts_for_a_cut(capsys: pytest.CaptureFixture[str])
     assert 0 < found["overflow"] < 1e-9 and 3.99 < found["epsilon"] <= 4.0
     assert main(["account", *setting, "--largest-batch", "110"]) == 2
     assert "--largest-batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 8.0, 14.0, 20.0, 200.0])
+def test_the_smallest_bound_is_the_smallest_by_a_sum_of_exact_terms(epsilon: float) -> None:
+    """Above epsilon 12 the bound was n: the quantile of scipy's tail is n where the tail is below 1e-16."""
+    records, size, steps, delta = 50_000, 1000, 400, 1e-5
+    found = smallest_batch_bound(records=records, batch_size=size, steps=steps, epsilon=epsilon, delta=delta)
+    log_q, log_rest = math.log(size / records), math.log1p(-size / records)
+
+    def log_tail(largest: int) -> float:
+        terms = [
+            math.lgamma(records + 1) - math.lgamma(m + 1) - math.lgamma(records - m + 1)
+            + m * log_q + (records - m) * log_rest
+            for m in range(largest + 1, largest + 500)
+        ]  # fmt: skip
+        return float(special.logsumexp(terms))
+
+    allowed = math.log(1e-3 * delta / steps) - math.log1p(math.exp(epsilon))
+    assert log_tail(found) < allowed < log_tail(found - 1) + 2e-6
+
+
+@pytest.mark.parametrize(
+    "changed", [{"steps": 0}, {"records": 0}, {"epsilon": -1.0}, {"delta": 2.0}, {"batch_size": 200.0}]
+)
+def test_arguments_out_of_range_are_named(changed: dict[str, float]) -> None:
+    usual = {"records": 100, "batch_size": 10, "steps": 4, "epsilon": 8.0, "delta": 1e-5}
+    ((name, value),) = changed.items()
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        smallest_batch_bound(**(usual | changed))  # type: ignore[arg-type]
+
+
+def test_a_huge_target_needs_no_number_that_a_float_cannot_hold() -> None:
+    assert smallest_batch_bound(records=1000, batch_size=100, steps=4, epsilon=1e6, delta=1e-5) <= 1000

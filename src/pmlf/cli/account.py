@@ -97,10 +97,11 @@ class Account(Budget, Command):
                 "planned_steps": t.plan.steps,
                 "seeded": tally.replayable(t),
                 "bands": t.plan.bands,
+                "steps": releases,
                 "events": tally.parts_of(t)[-1],
                 **({"queries": _queries(t.plan.queries, tally.parts_of(t))} if t.plan.queries else {}),
             }
-            for t in tally.trials
+            for t, releases in tally.trials.items()
         ]
         rule = "PLD" if planned else "RDP filter"
         self.show(

@@ -153,16 +153,19 @@ def claims_table(claims: Sequence[Claim]) -> Table:
 
 
 def trials_table(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """One row per run in a ledger, after one for each of its queries."""
+    """One row per run in a ledger, after one for each of its queries. Events of shaped noise are those of a group."""
+    shaped = any(run["bands"] > 1 for run in runs)
     table = Table(box=SIMPLE_HEAD)
     table.add_column("run")
-    for heading in ("events", "planned", "noise multiplier", "sample rate"):
+    for heading in ("steps", "planned", *("bands", "events") * shaped, "noise multiplier", "sample rate"):
         table.add_column(heading, justify="right")
     for run in runs:
         queries = [(f"{run['run']}, {query['name']}", query, query["planned"]) for query in run.get("queries", ())]
         for name, part, planned in [*queries, (run["run"], run, run["planned_steps"])]:
+            counts = (part.get("steps", part["events"]), planned)
+            of_groups = (part.get("bands", 1), part["events"]) if shaped else ()
             noise, rate = f"{part['noise_multiplier']:.4g}", f"{part['sample_rate']:.4g}"
-            table.add_row(name, str(part["events"]), str(planned), noise, rate)
+            table.add_row(name, *map(str, (*counts, *of_groups)), noise, rate)
     return table
 
 

@@ -80,10 +80,11 @@ class Filter(Command):
 
     def _with_shape(self, low_pass: LowPass) -> int:
         from pmlf.mechanism import filter_report, shape_report
-        from pmlf.mechanism.shape_fit import Workload, banded
+        from pmlf.mechanism.shape_fit import banded, usual_workload
 
-        shape = banded(self.bands, workload=Workload(low_pass=low_pass))
-        found = shape_report.analyse_shape(low_pass, shape, Workload().steps)
+        workload = usual_workload(low_pass)
+        shape = banded(self.bands, workload=workload)
+        found = shape_report.analyse_shape(low_pass, shape, workload.steps)
         if self.plot:
             from pmlf.cli.filter_pictures import plot_shape
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pmlf import methods
+from pmlf import methods, shapes
 from pmlf.basics.arguments import require_count, require_positive, steps_of_epochs
 from pmlf.mechanism import accounting
 from pmlf.mechanism.noise import SeededRandomness
@@ -147,7 +147,7 @@ def plan(
         seconds_per_sample=seconds,
         points=points,
         recommendations=tuple(
-            recommended([point for point in points if point.target_epsilon == epsilon], records)
+            recommended([point for point in points if point.target_epsilon == epsilon], records, delta)
             for epsilon in sorted(epsilons)
         ),
     )
@@ -202,7 +202,7 @@ def _point(
     )
 
 
-def recommended(points: Sequence[PlannedPoint], records: int) -> Recommendation:
+def recommended(points: Sequence[PlannedPoint], records: int, delta: float) -> Recommendation:
     """The cheapest setting of one epsilon whose ratio of path to noise is nearly the best of the sweep.
 
     Epochs are what costs time, so the fewest epochs come first, then the smallest batches, which take more steps. A
@@ -220,20 +220,21 @@ def recommended(points: Sequence[PlannedPoint], records: int) -> Recommendation:
             f"More epochs or larger batches raise the path of the parameters over their noise by at most {gain:.0%}, "
             "because the noise multiplier then grows nearly as fast as the steps gain. "
             f"The noise in a gradient is {chosen.noise_in_gradient:.2g} clip norms. A low-pass filter takes part of it "
-            "out and keeps large learning rates stable, at no cost in time. "
-            + _shape_in_words(records, chosen.batch_size)
+            "out and keeps large learning rates stable, at no cost in time. " + _shape_in_words(chosen, records, delta)
         ),
     )
 
 
-def _shape_in_words(records: int, batch_size: int) -> str:
-    """Why the noise is white, and whether it could be shaped: batches come from as many groups as there are bands."""
-    bands = methods.lp_dpsgd_shaped().noise.bands
-    if bands * batch_size > records:
-        return f"Noise: white; {bands} bands of shaped noise would need {bands} times the batch size as records."
+def _shape_in_words(point: PlannedPoint, records: int, delta: float) -> str:
+    """Why the noise is white, and what shaping it would change, by calculation."""
+    epsilon = point.target_epsilon
+    found = shapes.best(records=records, batch_size=point.batch_size, steps=point.steps, epsilon=epsilon, delta=delta)
+    if found.shape.bands == 1:
+        return "Noise: white; shaping it would leave no less of it in the parameters."
+    part = found.noise[found.shape.bands] / found.noise[1]
     return (
-        "Noise: white. Shaped noise (method lp-dpsgd-shaped) is possible here, and gains most at large epsilons: see "
-        "docs/explanation/shaped-noise.md."
+        f"Noise: white. By calculation --method lp-dpsgd-shaped --bands {found.shape.bands} leaves {part:.2g} times as "
+        "much noise in the parameters."
     )
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from pmlf.basics.arguments import MOST, is_number, require_count
+from pmlf.mechanism.shapes import MOST_BANDS
 
 ACCOUNTANTS = ("pld", "rdp")
 SMALLEST_PLD_DELTA = 1e-10  # "pld" is verified against an independent computation down to here
@@ -52,12 +53,14 @@ def cyclic(sample_rate: float, steps: int, bands: int) -> tuple[float, int]:
         The sampling rate of an event, and the number of events.
 
     Raises:
-        ValueError: bands is not a whole number of at least 1, or b q is above 1.
+        ValueError: bands is not a whole number from 1 to 64, or b q is above 1.
 
     >>> cyclic(0.02, 400, 8)
     (0.16, 50)
     """
-    require_count("bands", bands, "it is the number of bands of the noise shape, and of groups in the cycle")
+    require_count(
+        "bands", bands, "it is the number of bands of the noise shape, and of groups in the cycle", most=MOST_BANDS
+    )
     if bands == 1:
         return sample_rate, steps
     if not (is_number(sample_rate) and sample_rate * bands <= 1 + 1e-9):

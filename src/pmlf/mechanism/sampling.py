@@ -262,6 +262,8 @@ class PoissonBatches:
             if (saved is None) != (own.cycle == 1):
                 raise ValueError("the state and this sampler differ in cycle: build the sampler as it was saved")
             return
+        if not isinstance(saved, Mapping) or set(saved) != {"cycle", "population", "key", "records"}:
+            raise ValueError("the state's 'groups' are not those of a sampler: give what state_dict() returned")
         for name, value in (("cycle", own.cycle), ("population", self.population)):
             if saved[name] != value:
                 raise ValueError(

@@ -22,6 +22,7 @@ _USUAL_STEPS = 500
 _DECIMALS = 4  # of fitted coefficients: the optimum is flat, and other machines find the same numbers
 _OVERFLOW = 1e4  # above the logarithm of any number
 _CANDIDATES = (1, 2, 4, 8, 16, 32)
+_CURVATURES = (0.0, 0.02, 0.1, 1.0)
 FILTER = LowPass(a=(-0.9,), b=(0.1,), corrected=False)  # the paper's; its bias correction magnifies early noise
 
 
@@ -49,7 +50,7 @@ class Workload:
     steps: int = _USUAL_STEPS
     low_pass: LowPass = field(default=FILTER)
     rates: tuple[float, ...] = ()
-    curvatures: tuple[float, ...] = (0.0, 0.02, 0.1, 1.0)
+    curvatures: tuple[float, ...] = _CURVATURES
 
     def __post_init__(self) -> None:
         require_count("steps", self.steps, "it is the number of steps of the run", most=10**6)
@@ -73,6 +74,20 @@ class Workload:
     def unfiltered(self) -> Workload:
         """The same without a filter: what errors are compared with."""
         return replace(self, low_pass=LowPass())
+
+
+def usual_workload(low_pass: LowPass, steps: int = _USUAL_STEPS) -> Workload:
+    """The workload of a filter at a constant rate: the usual curvatures, but not those at which training diverges.
+
+    Args:
+        low_pass: The filter on the noisy gradients.
+        steps: The number of steps.
+
+    >>> usual_workload(FILTER).curvatures, usual_workload(LowPass(a=(0.9,), b=(1.9,))).curvatures
+    ((0.0, 0.02, 0.1, 1.0), (0.0, 0.02, 0.1))
+    """
+    stable = tuple(h for h in _CURVATURES if np.max(np.abs(np.roots(_closed_loop(low_pass, h)))) <= 1 + 1e-9)
+    return Workload(steps=steps, low_pass=low_pass, curvatures=stable)
 
 
 def error(shape: NoiseShape, workload: Workload) -> float:
@@ -190,14 +205,18 @@ class _Objective:
 
 def _response(workload: Workload, curvature: float) -> Floats:
     """The effect of noise at one step on the parameters of that and all later steps."""
-    b, a = np.asarray(workload.low_pass.b), np.asarray((1.0, *workload.low_pass.a))
-    feedback = np.convolve(a, (1.0, -1.0))
-    size = max(len(feedback), len(b) + 1)
-    denominator = np.zeros(size)
-    denominator[: len(feedback)] += feedback
-    denominator[1 : len(b) + 1] += curvature * b
-    response = signal.lfilter(b, denominator, np.arange(workload.steps) == 0.0)
+    denominator = _closed_loop(workload.low_pass, curvature)
+    response = signal.lfilter(workload.low_pass.b, denominator, np.arange(workload.steps) == 0.0)
     return _finite(response, workload, curvature)
+
+
+def _closed_loop(low_pass: LowPass, curvature: float) -> Floats:
+    """(1 - x) a(x) + h x b(x). Training at curvature h is stable if its roots, in 1/x, are within the unit circle."""
+    feedback = np.convolve((1.0, *low_pass.a), (1.0, -1.0))
+    denominator = np.zeros(max(len(feedback), len(low_pass.b) + 1))
+    denominator[: len(feedback)] += feedback
+    denominator[1 : len(low_pass.b) + 1] += curvature * np.asarray(low_pass.b)
+    return denominator
 
 
 def _effects(workload: Workload, curvature: float) -> Floats:
@@ -271,6 +290,10 @@ def best(
     >>> chosen.shape.bands > 1, chosen.noise[chosen.shape.bands] < chosen.noise[1]
     (True, True)
     """
+    require_count("records", records, "it is the number of records")
+    require_count("steps", steps, "it is the number of steps")
+    if not (is_number(batch_size) and 0 < batch_size <= records):
+        raise ValueError(f"batch_size={batch_size} is not in (0, {records}]: it is the expected size of a draw")
     load = workload or Workload(steps=steps)
     most = min(steps, records / batch_size)
     candidates = [bands for bands in _CANDIDATES if bands <= max(most, 1)]

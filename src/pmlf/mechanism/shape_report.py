@@ -9,7 +9,7 @@ import numpy as np
 from scipy import integrate
 
 from pmlf.mechanism.filters import LowPass
-from pmlf.mechanism.shape_fit import Workload, error
+from pmlf.mechanism.shape_fit import error, usual_workload
 from pmlf.mechanism.shapes import Floats, NoiseShape
 
 _POINTS = 4097  # frequencies of an integral
@@ -52,7 +52,7 @@ def analyse_shape(low_pass: LowPass, shape: NoiseShape, steps: int) -> ShapeRepo
     >>> report.power > 1 > report.filtered_power, report.left[0.0] < report.left_by_white[0.0]
     (True, True)
     """
-    load = Workload(steps=steps, low_pass=low_pass)
+    load = usual_workload(low_pass, steps)
     each = {h: replace(load, curvatures=(h,)) for h in load.curvatures}
     frequencies, power = shape.spectrum(_POINTS)
     return ShapeReport(

@@ -12,7 +12,7 @@ White noise is b = 1. More bands move more noise to high frequencies, and cost m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -53,9 +53,11 @@ class NoiseShape:
     coefficients: Sequence[float] = (1.0,)
 
     def __post_init__(self) -> None:
-        given = tuple(self.coefficients)
+        given = tuple(self.coefficients) if isinstance(self.coefficients, Iterable) else ()
         if not given or not all(is_number(value) and abs(value) < 1e100 for value in given):
-            raise ValueError(f"coefficients={given!r} are not finite numbers: give one or more, (1.0, 0.5) for example")
+            raise ValueError(
+                f"coefficients={self.coefficients!r} are not finite numbers: give one or more, (1.0, 0.5) for example"
+            )
         while len(given) > 1 and given[-1] == 0:
             given = given[:-1]
         require_count("bands", len(given), "it is the number of coefficients of a noise shape", most=MOST_BANDS)

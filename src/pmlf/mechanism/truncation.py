@@ -12,16 +12,19 @@ zeroed out, which is drawn as before and adds nothing. Without the cut this is t
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 
+import numpy as np
 from scipy import stats
 
-from pmlf.basics.arguments import is_number, require_count
+from pmlf.basics.arguments import is_number, require_count, require_positive
 
 _SHARES = (0.001, 0.01, 0.1)  # of delta for truncation: the first that covers it
 MOST_FOR_TRUNCATION = _SHARES[-1]
 _EPSILON_OF_GIVEN_NOISE = 20.0  # assumed if no target is given
 _ROUNDING = 1 + 1e-6  # more than scipy's tail is off
+_LEAST_LOG_CHANCE = -690.0  # e^-690 is near the smallest float
 
 
 def overflow(*, records: int, batch_size: float, largest_batch: int) -> float:
@@ -63,14 +66,21 @@ def smallest_batch_bound(*, records: int, batch_size: float, steps: int, epsilon
     Returns:
         M, at most n.
 
+    Raises:
+        ValueError: An argument is out of range.
+
     >>> smallest_batch_bound(records=50_000, batch_size=1000, steps=400, epsilon=8.0, delta=1e-5)
     1249
     """
-    chance = max(_SHARES[0] * delta / (steps * (1.0 + math.exp(epsilon))), 1e-300)
-    least = int(stats.binom.isf(chance / _ROUNDING, records, batch_size / records))
-    while least < records and overflow(records=records, batch_size=batch_size, largest_batch=least) > chance:
-        least += 1
-    return min(least, records)
+    require_count("records", records, "it is the number of records")
+    require_count("steps", steps, "it is the number of steps")
+    require_positive("epsilon", epsilon, "it is the target that truncation is planned for")
+    if not (is_number(delta) and 0.0 < delta < 1.0):
+        raise ValueError(f"delta={delta} is not in (0, 1): give a number well below 1/n")
+    chance = math.exp(max(math.log(_SHARES[0] * delta / steps) - np.logaddexp(0.0, epsilon), _LEAST_LOG_CHANCE))
+    sizes = range(1, records + 1)  # M = n is never exceeded
+    bounds = {"records": records, "batch_size": batch_size}
+    return sizes[bisect_left(sizes, True, key=lambda size: overflow(**bounds, largest_batch=size) <= chance)]  # type: ignore[arg-type]
 
 
 def chance_of_a_cut(

@@ -129,7 +129,7 @@ class PrivateStep:
         if units:
             loss_fn, augmentation = averaged(loss_fn), on_records(augmentation)
         if self._processes.size > 1 and (what := self._settings.in_one_process):
-            raise ValueError(f"{what} runs in one process, and here are {self._processes.size}")
+            raise ValueError(f"{what} runs in one process: start one, not {self._processes.size}, or leave it out")
         if self._settings.without_noise:
             warnings.warn("noise_multiplier=0: no noise is added and nothing is private", stacklevel=2)
         self._randomness = randomness_from(generator)

@@ -136,7 +136,7 @@ class StepSettings:
     def in_one_process(self) -> str | None:
         """What several processes cannot do together; None if there is nothing of the kind."""
         if self.cycle > 1:
-            return f"cycle={self.cycle}: shaped noise"
+            return f"method {self.method.name!r} has shaped noise, which"
         return None if self.adaptive is None else "adaptive clipping"
 
     @property

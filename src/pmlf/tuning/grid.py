@@ -36,8 +36,9 @@ _KINDS: dict[str, Callable[[str], Any]] = {
     "gamma": float,
     "outer_momentum": float,
     "kappa": float,
+    "bands": int,
 }
-OF_THE_MECHANISM = ("batch_size", "epochs", "steps")  # they change what a run costs
+OF_THE_MECHANISM = ("batch_size", "epochs", "steps", "bands")  # they change what a run costs
 _OPTIONS = frozenset(option.name for option in fields(MethodOptions))
 
 
