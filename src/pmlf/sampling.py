@@ -1,15 +1,10 @@
 """Poisson sampling: each record joins a logical batch independently with probability q."""
 
-from pmlf.mechanism.sampling import (
-    LogicalBatch,
-    PoissonBatches,
-    population,
-)
+from pmlf.mechanism.sampling import LogicalBatch, PoissonBatches
 from pmlf.mechanism.units import Units
 
 __all__ = [
     "LogicalBatch",
     "PoissonBatches",
     "Units",
-    "population",
 ]

@@ -6,6 +6,7 @@ from pmlf.mechanism.shape_fit import (
     banded,
     best,
     error,
+    usual_workload,
 )
 from pmlf.mechanism.shapes import NoiseShape
 
@@ -16,4 +17,5 @@ __all__ = [
     "banded",
     "best",
     "error",
+    "usual_workload",
 ]

@@ -305,3 +305,4 @@ CONTROLS: tuple[Control, ...] = (
         scores=shaped_controls.memory_shared,
     ),
 )
+"""The broken variants that an audit of methods must refute, each with a claim of its own."""

@@ -94,3 +94,4 @@ MODEL_CONTROLS: tuple[ModelControl, ...] = (
         breaks=_clipped_per_point,
     ),
 )
+"""The broken variants that an audit of a model must refute."""
