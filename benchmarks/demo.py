@@ -16,12 +16,16 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from scipy import stats
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -36,19 +40,22 @@ GRID, TUNING_SEEDS, HELD_OUT = (20.0, 60.0, 150.0, 400.0), (1000, 1001), 1200
 Splits = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def splits() -> Splits:
-    """Features and labels of the training and of the test images."""
+def splits(advanced: Callable[[int], object] = lambda images: None) -> Splits:
+    """Features and labels of the training and of the test images; `advanced` is called with numbers of images done."""
     images, features = data.load("fashion-mnist-small"), Features()
 
     def of(pixels: Tensor) -> Tensor:
-        parts = (F.pad(part.float(), (2, 2, 2, 2)).expand(-1, 3, -1, -1) for part in pixels.split(200))
-        return torch.cat([features(part).float() for part in parts])
+        found = []
+        for part in pixels.split(200):
+            found.append(features(F.pad(part.float(), (2, 2, 2, 2)).expand(-1, 3, -1, -1)).float())
+            advanced(len(part))
+        return torch.cat(found)
 
     return of(images.train.images), images.train.labels, of(images.test.images), images.test.labels
 
 
-def train(method: str, seed: int, records: Splits) -> list[float]:
-    """Test accuracy in per cent after every 50 steps."""
+def train(method: str, seed: int, records: Splits, advanced: Callable[[int], object]) -> list[float]:
+    """Test accuracy in per cent after every 50 steps; `advanced` is called with numbers of steps done."""
     x, y, test_x, test_y = records
     model = torch.nn.Linear(x.shape[1], 10, bias=False)
     torch.nn.init.zeros_(model.weight)
@@ -68,6 +75,7 @@ def train(method: str, seed: int, records: Splits) -> list[float]:
     course = []
     for batch in run.batches():
         run.step(batch)
+        advanced(1)
         if run.steps_done % EVERY == 0:
             course.append(100 * evaluate(model, TensorDataset(test_x, test_y), batch_size=2000))
     assert run.epsilon() <= EPSILON
@@ -103,13 +111,20 @@ def plot(courses: dict[str, np.ndarray[Any, Any]], path: Path) -> None:
 
 def demo(seeds: int, picture: Path) -> None:
     began = time.monotonic()
-    records = splits()
-    print(f"features of 14,000 images: {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{', '.join(RATES)}: a linear model of 12,000 images at epsilon {EPSILON:g}, {seeds} seeds each.")
+    print("One to five minutes on two cores.\n", flush=True)
     courses: dict[str, list[list[float]]] = {method: [] for method in RATES}
-    for seed in range(seeds):
-        for method, found in courses.items():
-            found.append(train(method, seed, records))
-            print(f"seed {seed}  {method:15} test accuracy {found[-1][-1]:.1f} %", flush=True)
+    console = Console()
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        images = progress.add_task("features of images", total=14_000)
+        steps = progress.add_task("private steps", total=seeds * len(RATES) * STEPS)
+        records = splits(partial(progress.advance, images))
+        print(f"features of 14,000 images: {time.monotonic() - began:.0f} s", flush=True)
+        for seed in range(seeds):
+            for method, found in courses.items():
+                found.append(train(method, seed, records, partial(progress.advance, steps)))
+                print(f"seed {seed}  {method:15} test accuracy {found[-1][-1]:.1f} %", flush=True)
     arrays = {method: np.array(found) for method, found in courses.items()}
     print(f"\ntest accuracy of the last iterate at epsilon {EPSILON:g}, delta {DELTA:g}; {seeds} seeds, 95 % intervals")
     for method, course in arrays.items():
