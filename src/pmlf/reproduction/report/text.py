@@ -42,8 +42,10 @@ def latex(records: Sequence[Record]) -> str:
 
 def _record(record: Record, records: Sequence[Record]) -> str:
     statements = claims(record.artifact)["statements"]
-    parts = [f"## {paper.BY_NAME[record.artifact].title} ({record.artifact}, {record.profile}, {record.protocol})\n"]
-    parts.append("The paper says: " + " ".join(statements) + "\n")
+    settings = "; ".join(dict.fromkeys(panel.title for panel in panels(record)))
+    name = record.artifact.replace("-", " ").capitalize()
+    parts = [f"## {name}: {settings} ({record.profile}, {record.protocol} rates)\n"]
+    parts.append(f"In the paper: {paper.BY_NAME[record.artifact].title}. It says: {' '.join(statements)}\n")
     found = [*words.findings(record), *words.tuning(record, records)]
     if found:
         parts.append("Measured:\n\n" + _items(found))
