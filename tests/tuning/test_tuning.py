@@ -244,6 +244,14 @@ def test_held_out_tuning_states_what_its_records_pay(tmp_path: Path, capsys: pyt
     assert json.loads(capsys.readouterr().out) == found
 
 
+def test_the_number_of_bands_can_be_tuned(tmp_path: Path) -> None:
+    plan = TuningPlan(base=replace(BASE, method="lp-dpsgd", batch_size=20), grid=Grid.parsed(["bands=1,2"]), share=0.5)
+    result = run(plan, tmp_path / "tuned")
+    certificate = json.loads((tmp_path / "tuned" / "best" / "certificate.json").read_text())
+    assert [trial.candidate["bands"] for trial in result.ranked] in ([1, 2], [2, 1]) and result.best is not None
+    assert ("noise_shape" in certificate["method"]) == (result.best["bands"] == 2)
+
+
 @pytest.mark.slow
 def test_unaccounted_tuning_is_said_in_the_certificate(tmp_path: Path) -> None:
     result = run(TuningPlan(base=BASE, grid=GRID, mode="unaccounted"), tmp_path)
@@ -273,6 +281,7 @@ def test_the_final_run_says_so_by_itself_also_if_it_is_interrupted(tmp_path: Pat
         (["--grid", "lr=1,1"], "has a value twice"),
         (["--mode", "private"], "held-out, accounted, unaccounted"),
         (["--mode", "accounted", "--grid", "epochs=1,2"], "epochs changes it"),
+        (["--mode", "accounted", "--grid", "bands=1,2"], "bands changes it"),
         (["--mode", "accounted", "--grid", "method=dp-pmlf-shaped,dpsgd"], "white noise"),
         (["--mode", "accounted", "--noise-multiplier", "1"], "calibrates the noise to the total: give --epsilon"),
         (["--holdout", "0.2"], "give --judged for trials, --final-holdout for the final run"),
