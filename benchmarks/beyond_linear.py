@@ -55,7 +55,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 def shaped(training: ProbeTraining, rows: FeatureRows) -> Tensor:
     """The records as the steps of a probe see them: unit vectors (n, d), each from its record and released values."""
     found = torch.empty(rows.records, rows.width, dtype=torch.float16)
-    shapes = training.model().shapes
+    shapes = training.model().conditioning
     total = sum(shape.weight for shape in shapes)
     for places, part in rows.blocks():
         for shape in shapes:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pmlf.mechanism.noise import SeededRandomness
+from pmlf.probe.conditioning import FeatureBlock, mean_sum, moment_sum
 from pmlf.probe.release import SensitiveSum
 from pmlf.probe.rows import FeatureRows
-from pmlf.probe.shaping import FeatureBlock, mean_sum, moment_sum
 
 RUNS, N, D = 600, 40, 64
 BLOCK = FeatureBlock(start=0, stop=D)

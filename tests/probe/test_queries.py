@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pmlf.mechanism.filters import LowPass
-from pmlf.probe.products import ShapedRows
+from pmlf.probe.conditioning import BlockConditioning, FeatureBlock, mean_sum, moment_sum, scale_of
+from pmlf.probe.products import ConditionedRows
 from pmlf.probe.release import SensitiveSum
 from pmlf.probe.rows import FeatureRows
 from pmlf.probe.settings import ProbeSettings
-from pmlf.probe.shaping import BlockShape, FeatureBlock, mean_sum, moment_sum, scale_of
 from pmlf.probe.training import GradientQuery, gradient_sums
 
 WIDTHS = (7, 4)
@@ -29,7 +29,7 @@ Floats = NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Records with a shape as it would be released."""
+    """Records with means and scales as it would be released."""
 
     features: Floats
     targets: torch.Tensor
@@ -39,9 +39,9 @@ class Case:
     settings: ProbeSettings
 
     @property
-    def shapes(self) -> tuple[BlockShape, ...]:
+    def conditioning(self) -> tuple[BlockConditioning, ...]:
         return tuple(
-            BlockShape(
+            BlockConditioning(
                 block=block,
                 weight=block.weight,
                 mean=torch.from_numpy(mean),
@@ -121,14 +121,14 @@ def reference_moments(features: Floats, block: FeatureBlock, mean: Floats, clip:
     return total
 
 
-def shaped_record(one: Case, x: Floats) -> Floats:
+def conditioned_record(one: Case, x: Floats) -> Floats:
     pieces = []
     total = sum(block.weight for block in BLOCKS)
-    for shape, mean in zip(one.shapes, one.means, strict=True):
-        scale = shape.scale.numpy().astype(np.float64)
-        w = scale * (unit(x[shape.block.columns]) - mean)
+    for each, mean in zip(one.conditioning, one.means, strict=True):
+        scale = each.scale.numpy().astype(np.float64)
+        w = scale * (unit(x[each.block.columns]) - mean)
         w = w / max(np.linalg.norm(w), 1e-2 * np.linalg.norm(scale * mean))
-        pieces.append(w * math.sqrt((1 - one.settings.intercept) * shape.block.weight / total))
+        pieces.append(w * math.sqrt((1 - one.settings.intercept) * each.block.weight / total))
     return np.concatenate([*pieces, [math.sqrt(one.settings.intercept)]])
 
 
@@ -138,7 +138,7 @@ def reference_gradient(one: Case, features: Floats, targets: torch.Tensor) -> Fl
     for x, target in zip(features, targets.numpy(), strict=True):
         if not usable(x):
             continue
-        w = shaped_record(one, x)
+        w = conditioned_record(one, x)
         scores = w @ weights
         if one.settings.head == "softmax":
             p = np.exp(scores - scores.max())
@@ -153,8 +153,8 @@ def reference_gradient(one: Case, features: Floats, targets: torch.Tensor) -> Fl
 
 
 def gradient(one: Case, features: Floats, targets: torch.Tensor, chosen: Floats | None = None) -> SensitiveSum:
-    shaped = ShapedRows(FeatureRows(features), one.shapes, intercept=one.settings.intercept)
-    query = GradientQuery(shaped=shaped, targets=targets, weights=one.weights, settings=one.settings)
+    conditioned = ConditionedRows(FeatureRows(features), one.conditioning, intercept=one.settings.intercept)
+    query = GradientQuery(conditioned=conditioned, targets=targets, weights=one.weights, settings=one.settings)
     return gradient_sums([query], chosen)[0]
 
 
@@ -174,7 +174,7 @@ def test_several_sums_in_one_pass_are_those_of_one_record_at_a_time() -> None:
     rows = FeatureRows(cases[0].features)
     queries = [
         GradientQuery(
-            shaped=ShapedRows(rows, one.shapes, intercept=one.settings.intercept),
+            conditioned=ConditionedRows(rows, one.conditioning, intercept=one.settings.intercept),
             targets=one.targets,
             weights=one.weights,
             settings=one.settings,
@@ -289,10 +289,10 @@ def test_a_mean_far_longer_than_a_record_is_no_way_out() -> None:
         assert moved(lambda x, y: gradient(far, x, y), far.features, far.targets, record, far.targets[:1]) <= 1 + 1e-4
 
 
-def test_every_shaped_record_has_norm_one() -> None:
+def test_every_conditioned_record_has_norm_one() -> None:
     one = case()
-    shaped = ShapedRows(FeatureRows(one.features), one.shapes, intercept=0.1)
-    torch.testing.assert_close(shaped.norms, torch.ones(len(one.features)), atol=1e-5, rtol=0)
+    conditioned = ConditionedRows(FeatureRows(one.features), one.conditioning, intercept=0.1)
+    torch.testing.assert_close(conditioned.norms, torch.ones(len(one.features)), atol=1e-5, rtol=0)
 
 
 def test_a_record_with_nan_changes_nothing_at_all() -> None:

@@ -16,8 +16,8 @@ from pmlf import data
 from pmlf.basics.files import write_atomically
 from pmlf.models.encoders import ImageEncoder, SentenceEncoder, embedded
 from pmlf.priors import BlockSpec, ColourSpec, ImagePrior, PatchSpec, PriorSpec, ScatteringSpec
+from pmlf.probe.conditioning import BlockConditioning, FeatureBlock
 from pmlf.probe.rows import FeatureRows
-from pmlf.probe.shaping import BlockShape, FeatureBlock
 from pmlf.probe.training import ProbeModel
 
 LINEAR_FILE = "linear.json"
@@ -44,7 +44,7 @@ class LinearForm:
     @staticmethod
     def of(model: ProbeModel, kind: str, prior: PriorSpec | None = None) -> LinearForm:
         """The form of a trained model."""
-        blocks = tuple((shape.block.start, shape.block.stop, float(shape.weight)) for shape in model.shapes)
+        blocks = tuple((each.block.start, each.block.stop, float(each.weight)) for each in model.conditioning)
         return LinearForm(kind=kind, blocks=blocks, intercept=float(model.intercept), prior=prior)
 
     def to_json(self) -> dict[str, Any]:
@@ -114,8 +114,8 @@ class LinearModel(nn.Module):
 
     def released(self) -> ProbeModel:
         """The linear model alone."""
-        shapes = tuple(
-            BlockShape(
+        conditioning = tuple(
+            BlockConditioning(
                 block=FeatureBlock(start=start, stop=stop, weight=weight),
                 weight=weight,
                 mean=self.get_buffer(f"mean-{place}"),
@@ -123,14 +123,14 @@ class LinearModel(nn.Module):
             )
             for place, (start, stop, weight) in enumerate(self.form.blocks)
         )
-        return ProbeModel(shapes=shapes, intercept=self.form.intercept, weights=self.weights.detach())
+        return ProbeModel(conditioning=conditioning, intercept=self.form.intercept, weights=self.weights.detach())
 
 
 def linear_tensors(model: ProbeModel, encoder: nn.Module) -> dict[str, Tensor]:
     """Everything that is released, by the names of `LinearModel`."""
     tensors = {"weights": model.weights.double()}
-    for place, shape in enumerate(model.shapes):
-        tensors |= {f"mean-{place}": shape.mean.double(), f"scale-{place}": shape.scale.double()}
+    for place, each in enumerate(model.conditioning):
+        tensors |= {f"mean-{place}": each.mean.double(), f"scale-{place}": each.scale.double()}
     tensors |= {f"{_ENCODER}{name}": tensor for name, tensor in encoder.state_dict().items()}
     return {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
 

@@ -20,11 +20,11 @@ from pmlf.evidence.ledger import Ledger
 from pmlf.mechanism.filters import LowPass
 from pmlf.mechanism.noise import randomness_from_seed
 from pmlf.probe import conventions
+from pmlf.probe.conditioning import FeatureBlock, checked_blocks
 from pmlf.probe.heads import HEADS
 from pmlf.probe.labels import declared
 from pmlf.probe.rows import FeatureRows
 from pmlf.probe.settings import ProbeSettings
-from pmlf.probe.shaping import FeatureBlock, checked_blocks
 from pmlf.probe.training import ProbeModel, ProbeTraining
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ _RECIPE_FILTER = LowPass(a=(-0.8,), b=(0.2,), corrected=False)
 class PrivateProbe:
     """W <- W - eta_t V_t, V_t = filter((sum_i clip(w_i (x) (p_i - y_i), C) + z C N(0, I)) / n): a private linear model.
 
-    Every record x is shaped to a unit vector w by a private mean and private second moments. Mean, second moments and
-    all steps are one privacy plan: (epsilon, delta) covers everything that `fit` releases, for adding or removing one
-    record. The number of records, the classes and the range of targets are public: declare them.
+    Every record x is centred and scaled to a unit vector w by a private mean and private second moments. Mean, second
+    moments and all steps are one privacy plan: (epsilon, delta) covers everything that `fit` releases, for adding or
+    removing one record. The number of records, the classes and the range of targets are public: declare them.
 
     Whatever you compute from the private records before `fit` is not covered. A `StandardScaler` or `PCA` in front of
     the probe leaks; the probe centres and scales by itself, privately.
@@ -63,14 +63,14 @@ class PrivateProbe:
         moment_clip: The bound on the norm of a record's squared coordinates, in units of 1/sqrt(d).
         whitening: How far the spectrum of the features is flattened, from 0 to 1.
         intercept: The share of a constant in every record's squared norm; 0 for no intercept.
-        blocks: Columns that are shaped separately; None for one block.
+        blocks: Columns that are conditioned separately; None for one block.
         ledger: A ledger file that all runs on these records share; None counts in memory.
         dataset: The name of the dataset in the ledger.
         random_state: None for cryptographic noise; a number for reproducible experiments, not for release.
 
     Attributes:
         classes_: The classes, of a classifier.
-        coef_: Weights of the shaped coordinates, one row per output.
+        coef_: Weights of the conditioned coordinates, one row per output.
         n_features_in_: The number of features.
         n_iter_: The number of steps taken.
         epsilon_: The epsilon that the certificate states.
@@ -244,7 +244,7 @@ class PrivateProbe:
         self.learning_rate_ = training.learning_rate
         self.n_iter_ = training.steps_done
         self.coef_: NDArray[np.float64] = self.model_.weights.T.numpy()
-        self.n_features_in_ = sum(shape.block.width for shape in self.model_.shapes)
+        self.n_features_in_ = sum(each.block.width for each in self.model_.conditioning)
         if self._declared.classes is not None:
             self.classes_ = self._declared.classes
         return self

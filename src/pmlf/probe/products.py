@@ -1,4 +1,4 @@
-"""Products of all shaped records with a matrix, in one pass over the stored features."""
+"""Products of all conditioned records with a matrix, in one pass over the stored features."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pmlf.probe.conditioning import NEAREST, SHORTEST, BlockConditioning, inverse_norms
 from pmlf.probe.rows import FeatureRows
-from pmlf.probe.shaping import NEAREST, SHORTEST, BlockShape, inverse_norms
 
 _HELD = 8  # blocks whose sum is kept in float32 before it is added in float64
 
 
-class ShapedRows:
+class ConditionedRows:
     """Rows as unit vectors w, without storing them: w_i = h_i (t * x_i / |x_i|) - h_i (t * m) for every block.
 
     The factors h_i / |x_i| and h_i of every record and block are computed once, so the product of all records with a
@@ -24,26 +24,26 @@ class ShapedRows:
 
     Args:
         rows: The features.
-        shapes: The shape of every block.
+        conditioning: How every block of columns is conditioned.
         intercept: The share of a constant in every record's squared norm, from 0 to below 1.
     """
 
-    def __init__(self, rows: FeatureRows, shapes: Sequence[BlockShape], *, intercept: float) -> None:
-        self.rows, self.shapes, self.intercept = rows, tuple(shapes), intercept
-        share, total = 1.0 - intercept, sum(shape.weight for shape in shapes)
-        self._row_factors = torch.zeros(len(self.shapes), rows.records)
-        self._mean_factors = torch.zeros(len(self.shapes), rows.records)
+    def __init__(self, rows: FeatureRows, conditioning: Sequence[BlockConditioning], *, intercept: float) -> None:
+        self.rows, self.conditioning, self.intercept = rows, tuple(conditioning), intercept
+        share, total = 1.0 - intercept, sum(each.weight for each in conditioning)
+        self._row_factors = torch.zeros(len(self.conditioning), rows.records)
+        self._mean_factors = torch.zeros(len(self.conditioning), rows.records)
         squares = torch.full((rows.records,), intercept).masked_fill_(rows.excluded, 0.0)
-        for place, shape in enumerate(self.shapes):
-            squares += self._measure(place, shape, math.sqrt(share * shape.weight / total))
+        for place, each in enumerate(self.conditioning):
+            squares += self._measure(place, each, math.sqrt(share * each.weight / total))
         self.norms = squares.sqrt_()  # at most 1, up to rounding
 
-    def _measure(self, place: int, shape: BlockShape, length: float) -> Tensor:
+    def _measure(self, place: int, conditioning: BlockConditioning, length: float) -> Tensor:
         """Compute the factors of one block; the block's squared norm in every record."""
-        mean, scale = shape.mean.float(), shape.scale.float()
+        mean, scale = conditioning.mean.float(), conditioning.scale.float()
         nearest = max(NEAREST * float((scale * mean).norm()), SHORTEST * float(scale.min()))
         squares = torch.zeros(self.rows.records)
-        for places, part in self.rows.blocks(columns=shape.block.columns):
+        for places, part in self.rows.blocks(columns=conditioning.block.columns):
             excluded = self.rows.excluded[places]
             inverse = inverse_norms(part, excluded)
             norms = torch.linalg.vector_norm(part.mul(inverse[:, None]).sub_(mean).mul_(scale), dim=1)
@@ -60,8 +60,8 @@ class ShapedRows:
 
     def prepared(self, weights: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Two lists with an entry per block: t * weights, and its product with the mean."""
-        scaled = [shape.scale[:, None] * weights[shape.block.columns].double() for shape in self.shapes]
-        means = [shape.mean.double() @ part for shape, part in zip(self.shapes, scaled, strict=True)]
+        scaled = [each.scale[:, None] * weights[each.block.columns].double() for each in self.conditioning]
+        means = [each.mean.double() @ part for each, part in zip(self.conditioning, scaled, strict=True)]
         return [part.float() for part in scaled], [part.float() for part in means]
 
     @property
@@ -75,25 +75,25 @@ class ShapedRows:
 
 
 class Products:
-    """The two products of a step with shaped rows, in one pass over the features, for one model or several.
+    """The two products of a step with conditioned rows, in one pass over the features, for one model or several.
 
     Iterating yields the places of a block of rows and every model's scores w_i . weights; `add` takes every model's
     residuals for the block that was yielded last.
 
     Args:
-        shaped: The shaped rows of every model: of the same features, in the same blocks of columns.
+        conditioned: The conditioned rows of every model: of the same features, in the same blocks of columns.
         weights: The weights of every model.
         chosen: The rows to read; None for all of them.
     """
 
     def __init__(
-        self, shaped: Sequence[ShapedRows], weights: Sequence[Tensor], chosen: NDArray[np.int64] | None = None
+        self, conditioned: Sequence[ConditionedRows], weights: Sequence[Tensor], chosen: NDArray[np.int64] | None = None
     ) -> None:
-        self._shaped, self._chosen, self._rows = tuple(shaped), chosen, shaped[0].rows
-        self._columns = [shape.block.columns for shape in shaped[0].shapes]
+        self._conditioned, self._chosen, self._rows = tuple(conditioned), chosen, conditioned[0].rows
+        self._columns = [each.block.columns for each in conditioned[0].conditioning]
         ends = np.cumsum([each.shape[1] for each in weights]).tolist()
         self._outputs = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        prepared = [each.prepared(of) for each, of in zip(shaped, weights, strict=True)]
+        prepared = [each.prepared(of) for each, of in zip(conditioned, weights, strict=True)]
         self._scaled = [torch.cat(parts, dim=1) for parts in zip(*(scaled for scaled, _ in prepared), strict=True)]
         self._means = [means for _, means in prepared]
         self._biases = [of[self._rows.width :].float().sum(dim=0) for of in weights]
@@ -109,13 +109,13 @@ class Products:
         for places, part in self._rows.blocks(self._chosen):
             self._places, self._part = places, part
             scores = [
-                (bias * shaped.constant).expand(len(part), -1).clone()
-                for shaped, bias in zip(self._shaped, self._biases, strict=True)
+                (bias * conditioned.constant).expand(len(part), -1).clone()
+                for conditioned, bias in zip(self._conditioned, self._biases, strict=True)
             ]
             for place, columns in enumerate(self._columns):
                 products = part[:, columns] @ self._scaled[place]
-                for model, shaped in enumerate(self._shaped):
-                    of_row, of_mean = shaped.factors(place, places)
+                for model, conditioned in enumerate(self._conditioned):
+                    of_row, of_mean = conditioned.factors(place, places)
                     scores[model] += of_row * products[:, self._outputs[model]]
                     scores[model] -= of_mean * self._means[model][place]
             yield places, scores
@@ -124,15 +124,15 @@ class Products:
         """Add sum_i w_i (x) r_i of every model over the block of rows that was yielded last."""
         for place, columns in enumerate(self._columns):
             weighted = []
-            for model, shaped in enumerate(self._shaped):
-                of_row, of_mean = shaped.factors(place, self._places)
+            for model, conditioned in enumerate(self._conditioned):
+                of_row, of_mean = conditioned.factors(place, self._places)
                 weighted.append(of_row * residuals[model])
                 of_block = (of_mean * residuals[model]).sum(dim=0, dtype=torch.float64)
                 self._mean_sums[place, self._outputs[model]] += of_block
             self._near[columns].addmm_(self._part[:, columns].T, torch.cat(weighted, dim=1))
         alive = ~self._rows.excluded[self._places]
-        for outputs, shaped, each in zip(self._outputs, self._shaped, residuals, strict=True):
-            self._bias_sum[outputs] += (each * alive[:, None]).sum(dim=0, dtype=torch.float64) * shaped.constant
+        for outputs, conditioned, each in zip(self._outputs, self._conditioned, residuals, strict=True):
+            self._bias_sum[outputs] += (each * alive[:, None]).sum(dim=0, dtype=torch.float64) * conditioned.constant
         self._held += 1
         if self._held == _HELD:
             self._collect()
@@ -146,11 +146,11 @@ class Products:
         """sum_i w_i (x) r_i of every model over everything that was added, in float64."""
         self._collect()
         found = []
-        for outputs, shaped in zip(self._outputs, self._shaped, strict=True):
+        for outputs, conditioned in zip(self._outputs, self._conditioned, strict=True):
             total = self._sum[:, outputs].clone()
-            for place, shape in enumerate(shaped.shapes):
-                part = total[shape.block.columns]
-                part -= shape.mean.double()[:, None] * self._mean_sums[place, outputs]
-                part *= shape.scale.double()[:, None]
-            found.append(torch.cat([total, self._bias_sum[None, outputs]]) if shaped.intercept > 0 else total)
+            for place, each in enumerate(conditioned.conditioning):
+                part = total[each.block.columns]
+                part -= each.mean.double()[:, None] * self._mean_sums[place, outputs]
+                part *= each.scale.double()[:, None]
+            found.append(torch.cat([total, self._bias_sum[None, outputs]]) if conditioned.intercept > 0 else total)
         return found

@@ -13,8 +13,8 @@ from pmlf.mechanism import accounting
 from pmlf.mechanism.accounting import Event
 from pmlf.mechanism.composition import noise_beside
 from pmlf.mechanism.filters import LowPass
+from pmlf.probe.conditioning import FeatureBlock
 from pmlf.probe.heads import HEADS
-from pmlf.probe.shaping import FeatureBlock
 
 MEAN, MOMENTS = "mean", "second moments"
 SCHEDULES = ("cosine", "constant")

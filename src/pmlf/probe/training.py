@@ -18,12 +18,12 @@ from pmlf.evidence.certificate import CertifiedRun, certificate
 from pmlf.mechanism.filters import FilterMemory
 from pmlf.mechanism.noise import Randomness
 from pmlf.mechanism.points import Point, Points
+from pmlf.probe.conditioning import BlockConditioning, mean_sum, moment_sum, scale_of
 from pmlf.probe.heads import HEADS, clipped_
-from pmlf.probe.products import Products, ShapedRows
+from pmlf.probe.products import ConditionedRows, Products
 from pmlf.probe.release import SensitiveSum
 from pmlf.probe.rows import FeatureRows
 from pmlf.probe.settings import MEAN, MOMENTS, ProbeSettings
-from pmlf.probe.shaping import BlockShape, mean_sum, moment_sum, scale_of
 
 _FASTEST = 2.0  # the default learning rate is at most so many times d / smoothness
 _INDEPENDENT = "by construction: the gradient of a record is w (x) (p - y), from that record and released values"
@@ -34,20 +34,20 @@ class ProbeModel:
     """A trained linear model: all of it is released.
 
     Attributes:
-        shapes: How every block of features is shaped.
+        conditioning: How every block of features is conditioned.
         intercept: The share of the constant in a record's squared norm.
-        weights: One row per coordinate of a shaped record, one column per output.
+        weights: One row per coordinate of a conditioned record, one column per output.
     """
 
-    shapes: tuple[BlockShape, ...]
+    conditioning: tuple[BlockConditioning, ...]
     intercept: float
     weights: Tensor
 
     def scores(self, rows: FeatureRows) -> Tensor:
         """The scores of records, (n, K)."""
         found = torch.empty(rows.records, self.weights.shape[1])
-        shaped = ShapedRows(rows, self.shapes, intercept=self.intercept)
-        for places, (scores,) in Products([shaped], [self.weights]):
+        conditioned = ConditionedRows(rows, self.conditioning, intercept=self.intercept)
+        for places, (scores,) in Products([conditioned], [self.weights]):
             found[places] = scores
         return found
 
@@ -57,13 +57,13 @@ class GradientQuery:
     """What the sum of a step is taken of: sum_i clip(w_i (x) (p_i - y_i), C).
 
     Attributes:
-        shaped: The shaped records w.
+        conditioned: The conditioned records w.
         targets: Class indices (n,), or numbers (n, K).
         weights: The weights that p is predicted with.
         settings: Head and clip norm.
     """
 
-    shaped: ShapedRows
+    conditioned: ConditionedRows
     targets: Tensor
     weights: Tensor
     settings: ProbeSettings
@@ -71,12 +71,12 @@ class GradientQuery:
     def residuals(self, places: slice | NDArray[np.int64], scores: Tensor) -> Tensor:
         """p - y of some records, scaled so that no record's gradient exceeds the clip norm."""
         found = HEADS[self.settings.head].residuals(scores, self.targets[places])
-        return clipped_(found, self.shaped.norms[places], self.settings.clip_norm)
+        return clipped_(found, self.conditioned.norms[places], self.settings.clip_norm)
 
 
 def gradient_sums(queries: Sequence[GradientQuery], chosen: NDArray[np.int64] | None) -> list[SensitiveSum]:
     """sum_i clip(w_i (x) (p_i - y_i), C) over the chosen records, all of them if None, of every query in one pass."""
-    products = Products([query.shaped for query in queries], [query.weights for query in queries], chosen)
+    products = Products([query.conditioned for query in queries], [query.weights for query in queries], chosen)
     for places, scores in products:
         products.add([query.residuals(places, of) for query, of in zip(queries, scores, strict=True)])
     return [
@@ -108,7 +108,7 @@ class ProbeTraining:
         self._weights = torch.zeros(rows.width + (settings.intercept > 0), settings.outputs, dtype=torch.float64)
         self._average = torch.zeros_like(self._weights)
         self._memory = FilterMemory(settings.low_pass)
-        self._shaped: ShapedRows | None = None
+        self._conditioned: ConditionedRows | None = None
         self._drawn: tuple[int, NDArray[np.int64] | None] | None = None
         self.done = 0
 
@@ -165,9 +165,11 @@ class ProbeTraining:
 
     def _gradient_query(self) -> GradientQuery:
         """What the next step sums up."""
-        if self._shaped is None:
-            self._shaped = ShapedRows(self._rows, self._shapes(), intercept=self.settings.intercept)
-        return GradientQuery(shaped=self._shaped, targets=self._targets, weights=self._weights, settings=self.settings)
+        if self._conditioned is None:
+            self._conditioned = ConditionedRows(self._rows, self._conditioning(), intercept=self.settings.intercept)
+        return GradientQuery(
+            conditioned=self._conditioned, targets=self._targets, weights=self._weights, settings=self.settings
+        )
 
     def _release_step(self, query: SensitiveSum) -> None:
         """Release the next event, which is a step: its sum with noise, filtered, moves the weights."""
@@ -222,10 +224,10 @@ class ProbeTraining:
         width = self.settings.blocks[place].width
         return means[place] if means else torch.zeros(width, dtype=torch.float64)
 
-    def _shapes(self) -> tuple[BlockShape, ...]:
+    def _conditioning(self) -> tuple[BlockConditioning, ...]:
         moments = self._released[MOMENTS]
         return tuple(
-            BlockShape(
+            BlockConditioning(
                 block=block,
                 weight=block.weight,
                 mean=self._mean(place),
@@ -238,7 +240,7 @@ class ProbeTraining:
         """The model after the steps taken so far: the last iterate, or the mean of the last ones."""
         count = min(self._averaged, self.steps_done - (self.settings.steps - self._averaged))
         weights = self._average / count if count > 0 else self._weights
-        return ProbeModel(shapes=self._shapes(), intercept=self.settings.intercept, weights=weights.clone())
+        return ProbeModel(conditioning=self._conditioning(), intercept=self.settings.intercept, weights=weights.clone())
 
     def certificate(self) -> dict[str, Any]:
         """The certificate of everything released so far and planned."""
@@ -291,7 +293,7 @@ class ProbeTraining:
         self._released = {name: [tensor.clone() for tensor in found] for name, found in state["released"].items()}
         self._weights, self._average = state["weights"].clone(), state["average"].clone()
         self._memory.load_state_dict(state["filter"])
-        self._shaped = self._drawn = None
+        self._conditioned = self._drawn = None
 
 
 def advance_together(trainings: Sequence[ProbeTraining]) -> bool:

@@ -1,11 +1,11 @@
-"""Shaping: private mean and second moments turn features into unit vectors of a flat spectrum.
+"""Conditioning: private mean and second moments turn features into unit vectors of a flat spectrum.
 
 For one block of columns, with u = x / |x| for every record:
 
     mean:            m = (sum_i u_i + noise) / n                       sensitivity 1
     centred:         v = (u - m) / |u - m|
     second moments:  s = (sum_i clip(v_i * v_i, c) + noise) / n        sensitivity c
-    shaped:          w = t * (u - m) / |t * (u - m)|,  t = sqrt(l) (l s + floor)^(-power/2)
+    conditioned:     w = t * (u - m) / |t * (u - m)|,  t = sqrt(l) (l s + floor)^(-power/2)
 
 l are public eigenvalues, from a prior, or ones. Only the record itself and released values enter u, v and w, so each is
 a function of one record. A record's blocks are joined with the square roots of their weights: its norm is at most 1.
@@ -33,7 +33,7 @@ _SMALLEST_SCALE = 1e-3  # of the largest moment
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureBlock:
-    """Columns that are shaped by themselves and then joined with the others.
+    """Columns that are conditioned by themselves and then joined with the others.
 
     Attributes:
         start: The first column.
@@ -99,8 +99,8 @@ def checked_blocks(blocks: Sequence[FeatureBlock] | None, width: int) -> tuple[F
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockShape:
-    """How one block is shaped, from released values alone.
+class BlockConditioning:
+    """How one block is conditioned, from released values alone.
 
     Attributes:
         block: The columns.
