@@ -27,7 +27,7 @@ CLAIM = 1 / Z
 ERROR = (2 / RUNS) ** 0.5
 FIRST = np.eye(D)[0]
 Features = NDArray[np.float64]
-Query = Callable[[Features], SensitiveSum]
+SumOf = Callable[[Features], SensitiveSum]
 
 
 def spread(seed: int = 0) -> Features:
@@ -40,10 +40,12 @@ def clustered() -> Features:
     return FIRST + 0.05 * spread()
 
 
-def attacked(query: Query, others: Features, record: Features, divide: Callable[[int], float] = lambda n: 1.0) -> float:
+def attacked(
+    sum_of: SumOf, others: Features, record: Features, divide: Callable[[int], float] = lambda n: 1.0
+) -> float:
     """The measured mu between the worlds with and without the record; `divide` gives the public or private divisor."""
     worlds = (np.vstack([others, record]), others)
-    exact = [query(world) for world in worlds]
+    exact = [sum_of(world) for world in worlds]
     means = [one.values / divide(len(world)) for one, world in zip(exact, worlds, strict=True)]
     direction = (means[0] - means[1]) / (means[0] - means[1]).norm()
     seen = []
@@ -82,9 +84,9 @@ def centred_for_free(features: Features) -> SensitiveSum:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("query", [mean, moments])
-def test_the_attack_stays_below_the_claim_and_comes_near_it(query: Query) -> None:
-    found = attacked(query, spread(), 1e3 * FIRST)
+@pytest.mark.parametrize("sum_of", [mean, moments])
+def test_the_attack_stays_below_the_claim_and_comes_near_it(sum_of: SumOf) -> None:
+    found = attacked(sum_of, spread(), 1e3 * FIRST)
     assert found - 3 * ERROR <= CLAIM <= found + 3 * ERROR
 
 

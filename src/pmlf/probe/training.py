@@ -53,7 +53,7 @@ class ProbeModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientQuery:
+class StepGradient:
     """What the sum of a step is taken of: sum_i clip(w_i (x) (p_i - y_i), C).
 
     Attributes:
@@ -74,14 +74,14 @@ class GradientQuery:
         return clipped_(found, self.conditioned.norms[places], self.settings.clip_norm)
 
 
-def gradient_sums(queries: Sequence[GradientQuery], chosen: NDArray[np.int64] | None) -> list[SensitiveSum]:
-    """sum_i clip(w_i (x) (p_i - y_i), C) over the chosen records, all of them if None, of every query in one pass."""
-    products = Products([query.conditioned for query in queries], [query.weights for query in queries], chosen)
+def gradient_sums(steps: Sequence[StepGradient], chosen: NDArray[np.int64] | None) -> list[SensitiveSum]:
+    """sum_i clip(w_i (x) (p_i - y_i), C) over the chosen records, all of them if None, of every step in one pass."""
+    products = Products([step.conditioned for step in steps], [step.weights for step in steps], chosen)
     for places, scores in products:
-        products.add([query.residuals(places, of) for query, of in zip(queries, scores, strict=True)])
+        products.add([step.residuals(places, of) for step, of in zip(steps, scores, strict=True)])
     return [
-        SensitiveSum(values=total, sensitivity=query.settings.clip_norm)
-        for query, total in zip(queries, products.totals(), strict=True)
+        SensitiveSum(values=total, sensitivity=step.settings.clip_norm)
+        for step, total in zip(steps, products.totals(), strict=True)
     ]
 
 
@@ -158,23 +158,30 @@ class ProbeTraining:
         """
         return advance_together([self])
 
-    def _release_query(self) -> None:
-        """Release the next event, which is a mean or second moments."""
-        self._query(self.stage, self.done)
+    def _release_moments(self) -> None:
+        """Release the next event, which is the mean or the second moments of a block."""
+        released = self._released[self.stage]
+        block = self.settings.blocks[len(released)]
+        if self.stage == MEAN:
+            total = mean_sum(self._rows, block)
+        else:
+            clip = self.settings.moment_clip / math.sqrt(block.width)
+            total = moment_sum(self._rows, block, self._mean(len(released)), clip)
+        released.append(self._with_noise(total, self.done) / self._rows.records)
         self.done += 1
 
-    def _gradient_query(self) -> GradientQuery:
+    def _step_gradient(self) -> StepGradient:
         """What the next step sums up."""
         if self._conditioned is None:
             self._conditioned = ConditionedRows(self._rows, self._conditioning(), intercept=self.settings.intercept)
-        return GradientQuery(
+        return StepGradient(
             conditioned=self._conditioned, targets=self._targets, weights=self._weights, settings=self.settings
         )
 
-    def _release_step(self, query: SensitiveSum) -> None:
+    def _release_step(self, total: SensitiveSum) -> None:
         """Release the next event, which is a step: its sum with noise, filtered, moves the weights."""
         step, settings = self.steps_done, self.settings
-        (direction,) = self._memory.apply([self._release(query, self.done)], scale=1 / settings.divisor)
+        (direction,) = self._memory.apply([self._with_noise(total, self.done)], scale=1 / settings.divisor)
         self._weights = self._weights - self.learning_rate * settings.pace(step) * direction
         if settings.steps - step <= self._averaged:
             self._average += self._weights
@@ -188,21 +195,11 @@ class ProbeTraining:
             return (id(self),)  # it has a draw of its own
         return (id(self._rows), *((block.start, block.stop) for block in self.settings.blocks))
 
-    def _query(self, stage: str, number: int) -> None:
-        found = self._released[stage]
-        block = self.settings.blocks[len(found)]
-        if stage == MEAN:
-            query = mean_sum(self._rows, block)
-        else:
-            clip = self.settings.moment_clip / math.sqrt(block.width)
-            query = moment_sum(self._rows, block, self._mean(len(found)), clip)
-        found.append(self._release(query, number) / self._rows.records)
-
-    def _release(self, query: SensitiveSum, number: int) -> Tensor:
+    def _with_noise(self, total: SensitiveSum, number: int) -> Tensor:
         """Record the event, then add its noise: the only place where either happens."""
         self.budget.spend(number)
         noise_multiplier = self.budget.plan.event_at(number).noise_multiplier
-        return query.released(noise_multiplier, self._randomness, "probe", number)
+        return total.released(noise_multiplier, self._randomness, "probe", number)
 
     def _draw(self) -> NDArray[np.int64] | None:
         """The records of the next step, None for all; a step that failed keeps its draw."""
@@ -323,11 +320,11 @@ def advance_together(trainings: Sequence[ProbeTraining]) -> bool:
     passes: dict[tuple[object, ...], list[ProbeTraining]] = {}
     for training in ready:
         if training.stage in (MEAN, MOMENTS):
-            training._release_query()
+            training._release_moments()
         else:
             passes.setdefault(training._pass_of, []).append(training)
     for together in passes.values():
-        sums = gradient_sums([training._gradient_query() for training in together], together[0]._draw())
-        for training, query in zip(together, sums, strict=True):
-            training._release_step(query)
+        sums = gradient_sums([training._step_gradient() for training in together], together[0]._draw())
+        for training, total in zip(together, sums, strict=True):
+            training._release_step(total)
     return bool(ready)

@@ -19,7 +19,7 @@ from pmlf.probe.products import ConditionedRows
 from pmlf.probe.release import SensitiveSum
 from pmlf.probe.rows import FeatureRows
 from pmlf.probe.settings import ProbeSettings
-from pmlf.probe.training import GradientQuery, gradient_sums
+from pmlf.probe.training import StepGradient, gradient_sums
 
 WIDTHS = (7, 4)
 D = sum(WIDTHS)
@@ -154,8 +154,8 @@ def reference_gradient(one: Case, features: Floats, targets: torch.Tensor) -> Fl
 
 def gradient(one: Case, features: Floats, targets: torch.Tensor, chosen: Floats | None = None) -> SensitiveSum:
     conditioned = ConditionedRows(FeatureRows(features), one.conditioning, intercept=one.settings.intercept)
-    query = GradientQuery(conditioned=conditioned, targets=targets, weights=one.weights, settings=one.settings)
-    return gradient_sums([query], chosen)[0]
+    step = StepGradient(conditioned=conditioned, targets=targets, weights=one.weights, settings=one.settings)
+    return gradient_sums([step], chosen)[0]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -172,8 +172,8 @@ def test_several_sums_in_one_pass_are_those_of_one_record_at_a_time() -> None:
     cases = [case("softmax"), case("least-squares"), case("sigmoid", seed=3)]
     cases[1] = Case(**{**vars(cases[1]), "settings": settings_of("least-squares", 3, 40, clip_norm=0.05)})
     rows = FeatureRows(cases[0].features)
-    queries = [
-        GradientQuery(
+    steps = [
+        StepGradient(
             conditioned=ConditionedRows(rows, one.conditioning, intercept=one.settings.intercept),
             targets=one.targets,
             weights=one.weights,
@@ -181,7 +181,7 @@ def test_several_sums_in_one_pass_are_those_of_one_record_at_a_time() -> None:
         )
         for one in cases
     ]
-    for one, found in zip(cases, gradient_sums(queries, None), strict=True):
+    for one, found in zip(cases, gradient_sums(steps, None), strict=True):
         assert found.sensitivity == one.settings.clip_norm
         np.testing.assert_allclose(
             found.values.numpy(), reference_gradient(one, cases[0].features, one.targets), atol=2e-6
@@ -235,11 +235,11 @@ def adversaries(one: Case) -> dict[str, Floats]:
 NAMES = tuple(adversaries(case()))
 
 
-def moved(query: Any, features: Floats, targets: torch.Tensor, record: Floats, target: Any) -> float:
+def moved(sum_of: Any, features: Floats, targets: torch.Tensor, record: Floats, target: Any) -> float:
     """The distance between the sums with and without one more record, at noise 0, over the sensitivity."""
     more = np.concatenate([features.astype(record.dtype), record[None]])
-    with_it = query(more, torch.cat([targets, target]))
-    without = query(features.astype(record.dtype), targets)
+    with_it = sum_of(more, torch.cat([targets, target]))
+    without = sum_of(features.astype(record.dtype), targets)
     assert torch.isfinite(with_it.values).all()
     return float((with_it.values - without.values).norm()) / with_it.sensitivity
 
@@ -250,14 +250,14 @@ def test_no_record_moves_a_sum_by_more_than_its_sensitivity(name: str) -> None:
         one = case(head)
         record = adversaries(one)[name]
         target = one.targets[:1] if head == "softmax" else torch.full((1, 3), 1e30)
-        queries: list[Any] = [lambda x, y, one=one: gradient(one, x, y)]
+        sums: list[Any] = [lambda x, y, one=one: gradient(one, x, y)]
         for block, mean in zip(BLOCKS, one.means, strict=True):
-            queries.append(lambda x, y, block=block: mean_sum(FeatureRows(x), block))
-            queries.append(
+            sums.append(lambda x, y, block=block: mean_sum(FeatureRows(x), block))
+            sums.append(
                 lambda x, y, block=block, mean=mean: moment_sum(FeatureRows(x), block, torch.from_numpy(mean), 0.4)
             )
-        for query in queries:
-            assert moved(query, one.features, one.targets, record, target) <= 1 + 1e-4
+        for sum_of in sums:
+            assert moved(sum_of, one.features, one.targets, record, target) <= 1 + 1e-4
 
 
 @pytest.mark.slow
@@ -276,8 +276,8 @@ def test_records_found_by_search_move_no_sum_too_far(seed: int, size: float, spr
             lambda x, y, block=block: mean_sum(FeatureRows(x), block),
             lambda x, y, block=block, mean=mean: moment_sum(FeatureRows(x), block, torch.from_numpy(mean), 0.4),
         )
-        for query in ways:
-            assert moved(query, one.features, one.targets, record, target) <= 1 + 1e-4
+        for sum_of in ways:
+            assert moved(sum_of, one.features, one.targets, record, target) <= 1 + 1e-4
 
 
 def test_a_mean_far_longer_than_a_record_is_no_way_out() -> None:
