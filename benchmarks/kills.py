@@ -210,7 +210,7 @@ def counted_in(out: Path) -> int:
     """How many releases are in the ledger."""
     path = out / "ledger.jsonl"
     begun = path.exists() and b"\n" in path.read_bytes()
-    return sum(ledger.read(path).trials.values()) if begun else 0
+    return sum(ledger.read(path).starts.values()) if begun else 0
 
 
 def released_by(out: Path) -> int:

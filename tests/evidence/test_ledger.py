@@ -18,27 +18,25 @@ from filelock import lock_descriptor
 from pmlf.evidence import ledger
 from pmlf.evidence.ledger import Ledger, Position
 from pmlf.evidence.ledger_format import header, line, session_text
-from pmlf.evidence.tally import Session
+from pmlf.evidence.tally import PrivacyPlan, RunStart, Session
+from pmlf.mechanism.accounting import Event
 
-FRESH = Session(
-    run="fresh",
-    beginning="a beginning",
-    sample_rate=0.1,
-    noise_multiplier=1.5,
-    planned_steps=10,
-    target_epsilon=None,
-    delta=1e-5,
-    replayable=False,
-    first_step=0,
-)
-SEEDED = replace(FRESH, run="seeded", replayable=True)
+PLAN = PrivacyPlan(event=Event(noise_multiplier=1.5, sample_rate=0.1), steps=10, delta=1e-5, target_epsilon=None)
+
+
+def session(*, run: str, beginning: str = "a beginning", plan: PrivacyPlan = PLAN, replayable: bool = False) -> Session:
+    return Session(start=RunStart(run=run, beginning=beginning, plan=plan), replayable=replayable)
+
+
+FRESH = session(run="fresh")
+SEEDED = session(run="seeded", replayable=True)
 
 
 def written(path: Path, *sessions: tuple[Session, list[int]]) -> Path:
-    for session, steps in sessions:
-        with Ledger(path, dataset="patients", run=session.run) as book:
+    for each, steps in sessions:
+        with Ledger(path, dataset="patients", run=each.start.run) as book:
             for step in steps:
-                book.spend(session, step=step)
+                book.spend(each, step=step)
     return path
 
 
@@ -47,21 +45,22 @@ def total(path: Path) -> int:
 
 
 def test_what_was_spent_is_read_back(tmp_path: Path) -> None:
-    other = replace(FRESH, run="other", noise_multiplier=2.0)
+    event = Event(noise_multiplier=2.0, sample_rate=0.1)
+    other = session(run="other", plan=replace(PLAN, event=event))
     path = written(tmp_path / "l", (FRESH, [0, 1, 2]), (other, [0, 1]), (FRESH, [3]))
     tally = ledger.read(path, dataset="patients")
-    assert tally.events == {FRESH.event: 4, other.event: 2}
-    assert [(trial.run, count) for trial, count in tally.trials.items()] == [("fresh", 4), ("other", 2)]
+    assert tally.events == {PLAN.event: 4, event: 2}
+    assert [(start.run, count) for start, count in tally.starts.items()] == [("fresh", 4), ("other", 2)]
 
 
 def test_a_fresh_step_done_again_counts_again_and_a_seeded_one_once(tmp_path: Path) -> None:
     assert total(written(tmp_path / "fresh", (FRESH, [0, 1, 2]), (FRESH, [1, 2, 3]))) == 6
     assert total(written(tmp_path / "seeded", (SEEDED, [0, 1, 2]), (SEEDED, [1, 2, 3]))) == 4
-    longer = replace(SEEDED, planned_steps=20)
+    longer = session(run="seeded", plan=replace(PLAN, steps=20), replayable=True)
     assert total(written(tmp_path / "longer", (SEEDED, [0, 1, 2]), (longer, [1, 2, 3]))) == 4
-    stranger = replace(SEEDED, run="stranger")  # the same step of another run is another event
+    stranger = session(run="stranger", replayable=True)  # the same step of another run is another event
     assert total(written(tmp_path / "two", (SEEDED, [0, 1]), (stranger, [0, 1]))) == 4
-    anew = replace(SEEDED, beginning="another beginning")  # and so is the same step after a new beginning
+    anew = session(run="seeded", beginning="another", replayable=True)  # and so is the same step after a new beginning
     assert total(written(tmp_path / "anew", (SEEDED, [0, 1]), (anew, [0, 1]))) == 4
 
 
@@ -78,18 +77,18 @@ def test_an_event_is_on_the_disk_when_spend_returns(tmp_path: Path, monkeypatch:
             assert synced[-1] == (tmp_path / "l").read_bytes() and b'{"step": %d}' % step in synced[-1]
 
 
-@pytest.mark.parametrize("session", [FRESH, SEEDED])
-def test_a_line_cut_short_anywhere_is_counted(tmp_path: Path, session: Session) -> None:
-    path = written(tmp_path / "l", (session, [0, 1, 2]))
+@pytest.mark.parametrize("spending", [FRESH, SEEDED])
+def test_a_line_cut_short_anywhere_is_counted(tmp_path: Path, spending: Session) -> None:
+    path = written(tmp_path / "l", (spending, [0, 1, 2]))
     content = path.read_bytes()
     last = content.rstrip(b"\n").rfind(b"\n") + 1
     for end in range(last + 1, len(content)):
         path.write_bytes(content[:end])
         assert total(path) == 3
-        with Ledger(path, dataset="patients", run=session.run) as book:  # which completes the line
+        with Ledger(path, dataset="patients", run=spending.start.run) as book:  # which completes the line
             assert sum(book.tally.events.values()) == 3
-            book.spend(session, step=2)
-        assert total(path) == (3 if session.replayable else 4)
+            book.spend(spending, step=2)
+        assert total(path) == (3 if spending.replayable else 4)
 
 
 def test_a_run_s_own_line_cut_short_counts_as_an_event_of_the_run_before(tmp_path: Path) -> None:
@@ -201,15 +200,15 @@ def test_a_full_disk_releases_nothing_and_loses_nothing(tmp_path: Path) -> None:
 def test_an_interruption_between_writing_and_counting_is_not_built_upon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, session = tmp_path / "ledger", FRESH
-    with Ledger(path, dataset="patients", run=session.run) as book:
-        book.spend(session, step=0)
+    path = tmp_path / "ledger"
+    with Ledger(path, dataset="patients", run=FRESH.start.run) as book:
+        book.spend(FRESH, step=0)
         with monkeypatch.context() as patched:
             patched.setattr(book.tally, "add", lambda step: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
-                book.spend(session, step=1)
+                book.spend(FRESH, step=1)
         with pytest.raises(RuntimeError, match="open it again"):
-            book.spend(session, step=2)
+            book.spend(FRESH, step=2)
     assert ledger.read(path).events.total() == 2
 
 
@@ -224,7 +223,9 @@ def test_two_events_that_have_run_into_one_line_are_not_counted_as_one(tmp_path:
 
 @pytest.mark.slow
 def test_a_thousand_mutations_never_make_it_say_less(tmp_path: Path) -> None:
-    other = replace(SEEDED, noise_multiplier=0.7, sample_rate=0.3)
+    other = session(
+        run="seeded", plan=replace(PLAN, event=Event(noise_multiplier=0.7, sample_rate=0.3)), replayable=True
+    )
     path = written(tmp_path / "l", (FRESH, [0, 1, 2]), (other, [0, 1]), (FRESH, [3, 4]))
     content, events = path.read_bytes(), ledger.read(path).events
     rng = random.Random(0)

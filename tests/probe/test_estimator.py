@@ -129,7 +129,7 @@ def test_an_interrupted_fit_leaves_its_events_in_the_ledger(tmp_path: Path) -> N
         training = PrivateProbe(classes=3, steps=4).begin(*classified(), ledger=opened)
         training.advance()
         training.advance()
-    (trial,) = ledger.read(book).trials
+    (trial,) = ledger.read(book).starts
     assert ledger.read(book).parts_of(trial) == (1, 1, 0)
 
 

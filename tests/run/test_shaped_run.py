@@ -107,7 +107,7 @@ def test_a_ledger_counts_events_by_group(tmp_path: Path) -> None:
         go(run, 10)
         assert run.budget.run_events == 4  # group 2: steps 2, 6, 6 again; group 0: 0, 4, 8, 8 again
     tally = ledgers.read(path)
-    assert sum(tally.events.values()) == 4 and sum(tally.trials.values()) == 9 + 4
+    assert sum(tally.events.values()) == 4 and sum(tally.starts.values()) == 9 + 4
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from pmlf.cli.common import Command
-from pmlf.cli.display import claims_table, facts, trials_table
+from pmlf.cli.display import claims_table, facts, ledger_table
 from pmlf.experiments.spec import USUAL_DELTA, Budget, shown_default
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
@@ -84,7 +84,7 @@ class Account(Budget, Command):
 
         tally = ledger.read(path)
         delta = USUAL_DELTA if self.delta is None else self.delta
-        planned = len({trial.key for trial in tally.trials}) == 1
+        planned = len({start.key for start in tally.starts}) == 1
         if planned:
             spent = composition.composed_epsilon(tally.events, delta=delta)
         else:
@@ -101,12 +101,12 @@ class Account(Budget, Command):
                 "events": tally.parts_of(t)[-1],
                 **({"queries": _queries(t.plan.queries, tally.parts_of(t))} if t.plan.queries else {}),
             }
-            for t, releases in tally.trials.items()
+            for t, releases in tally.starts.items()
         ]
         rule = "PLD" if planned else "RDP filter"
         self.show(
             {"epsilon": spent, "delta": delta, "composition": rule, "runs": runs},
-            trials_table(runs),
+            ledger_table(runs),
             facts([("epsilon", f"{spent:.5g} by {rule}, at delta {delta:.3g}")]),
         )
         return 0

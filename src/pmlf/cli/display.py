@@ -152,7 +152,7 @@ def claims_table(claims: Sequence[Claim]) -> Table:
     return table
 
 
-def trials_table(runs: Sequence[Mapping[str, Any]]) -> Table:
+def ledger_table(runs: Sequence[Mapping[str, Any]]) -> Table:
     """One row per run in a ledger, after one for each of its queries. Events of shaped noise are those of a group."""
     shaped = any(run["bands"] > 1 for run in runs)
     table = Table(box=SIMPLE_HEAD)

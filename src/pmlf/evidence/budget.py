@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pmlf.evidence.ledger import Ledger, Position
-from pmlf.evidence.tally import PrivacyPlan, Session, Tally, Trial
+from pmlf.evidence.tally import PrivacyPlan, RunStart, Session, Tally
 from pmlf.mechanism import accounting
 from pmlf.mechanism.accounting import Event
 from pmlf.mechanism.composition import composed_epsilon
@@ -87,15 +87,15 @@ class BudgetGuard:
     ) -> None:
         self._ledger = ledger or (MirroredLedger(mirrored) if mirrored else MemoryLedger())
         self._plan = plan
-        others = {trial.plan.unit for trial in self._ledger.tally.trials} - {plan.unit}
+        others = {start.plan.unit for start in self._ledger.tally.starts} - {plan.unit}
         if others:
             raise ValueError(
                 f"the ledger has runs whose unit of privacy is one {sorted(others)[0]}, and this run's is one "
                 f"{plan.unit}: what they spend does not add up, so use one ledger per unit of privacy"
             )
         beginning = mirrored.beginning if mirrored else secrets.token_hex(8)
-        trial = Trial(run=self._ledger.run, beginning=beginning, plan=plan)
-        self._session = Session.of(trial, replayable=replayable)
+        start = RunStart(run=self._ledger.run, beginning=beginning, plan=plan)
+        self._session = Session(start=start, replayable=replayable)
         if self.filtered and any(event.overflow for event in (plan.event, *self.tally.events)):
             raise ValueError(
                 "the ledger has other plans, and a run with largest_batch composes as planned alone: give such a run a "
@@ -124,7 +124,7 @@ class BudgetGuard:
         book = self._ledger
         return SpentSoFar(
             run=book.run,
-            beginning=self._session.beginning,
+            beginning=self._session.start.beginning,
             tally=book.tally,
             dataset=book.dataset,
             position=book.position,
@@ -139,31 +139,32 @@ class BudgetGuard:
     @property
     def run_events(self) -> int:
         """The number of events of this run: its queries and steps, and those that were repeated with fresh noise."""
-        return self.tally.events_of(self._session.run)
+        return self.tally.events_of(self._session.start.run)
 
     @property
     def run_steps(self) -> int:
         """The number of steps of this run, each counted as often as it was released with fresh noise."""
-        return self.run_parts[-1] if self._plan.bands == 1 else self.tally.releases_of(self._session.run)
+        return self.run_parts[-1] if self._plan.bands == 1 else self.tally.releases_of(self._session.start.run)
 
     @property
     def run_parts(self) -> tuple[int, ...]:
         """The number of events of each part of the plan: of every query, and at last of the steps."""
-        same = [t for t in self.tally.trials if (t.run, t.plan.queries) == (self._session.run, self._plan.queries)]
-        own = [self.tally.parts_of(trial) for trial in same]
+        run, queries = self._session.start.run, self._plan.queries
+        same = [start for start in self.tally.starts if (start.run, start.plan.queries) == (run, queries)]
+        own = [self.tally.parts_of(start) for start in same]
         return tuple(map(sum, zip(*own, strict=True))) if own else (0,) * len(self._plan.parts)
 
     @property
     def filtered(self) -> bool:
         """Whether a plan in the ledger may depend on earlier releases, so that an RDP filter composes."""
-        return any(trial.key != self._session.trial.key for trial in self.tally.trials)
+        return any(start.key != self._session.start.key for start in self.tally.starts)
 
     @property
     def as_planned(self) -> bool:
         """Whether all events belong to one start of one plan, so that their number depends on no result."""
-        one_beginning = all(trial == self._session.trial for trial in self.tally.trials)
-        trials = self.tally.trials
-        within = all(self._within(self.tally.parts_of(trial)) for trial in trials)
+        starts = self.tally.starts
+        one_beginning = all(start == self._session.start for start in starts)
+        within = all(self._within(self.tally.parts_of(start)) for start in starts)
         return one_beginning and within and self.run_steps <= self._plan.steps
 
     def _within(self, counts: Sequence[int]) -> bool:
@@ -187,16 +188,16 @@ class BudgetGuard:
         if self.as_planned:
             return composed_epsilon(plan.events, delta=plan.delta)
         target = plan.target_epsilon
-        if target is None or not all(self._bounded_by(target, trial) for trial in self.tally.trials):
+        if target is None or not all(self._bounded_by(target, start) for start in self.tally.starts):
             return None
         return target if self.epsilon() <= target else None
 
-    def _bounded_by(self, target: float, trial: Trial) -> bool:
-        """Whether a trial had a target too, not above this one and at the same delta.
+    def _bounded_by(self, target: float, start: RunStart) -> bool:
+        """Whether a start of a run had a target too, not above this one and at the same delta.
 
-        A target that is set or lowered after results does not bound the trials before it.
+        A target that is set or lowered after results does not bound the starts before it.
         """
-        own = trial.plan
+        own = start.plan
         return own.target_epsilon is not None and own.target_epsilon <= target and own.delta == self._plan.delta
 
     def affords(self, step: int) -> bool:
@@ -259,8 +260,8 @@ class BudgetGuard:
         """The releases of each group since the run's start, its random name, and the position in the ledger."""
         position = self._ledger.position
         return {
-            "releases": self.tally.releases_by_group(self._session.beginning),
-            "beginning": self._session.beginning,
+            "releases": self.tally.releases_by_group(self._session.start.beginning),
+            "beginning": self._session.start.beginning,
             "position": None if position is None else asdict(position),
         }
 
@@ -282,9 +283,10 @@ class BudgetGuard:
             )
         if isinstance(self._ledger, Ledger):
             self._ledger.require(Position(**position))
-        self._session = replace(self._session, beginning=state["beginning"])
+        start = replace(self._session.start, beginning=state["beginning"])
+        self._session = replace(self._session, start=start)
         if not self._ledger.on_disk:
-            seen = self.tally.releases_by_group(self._session.beginning)  # in this process
+            seen = self.tally.releases_by_group(self._session.start.beginning)  # in this process
             self._resumed_unseen |= not seen and not self._session.replayable
             known = seen or [0] * self._plan.bands
             for group, (least, most) in enumerate(zip(known, state["releases"], strict=False)):
@@ -294,5 +296,5 @@ class BudgetGuard:
 
 def continued_noise(ledger: Ledger) -> float | None:
     """The noise multiplier with which the ledger's run began; None for a new run."""
-    trials = (trial for trial in ledger.tally.trials if trial.run == ledger.run)
-    return next((trial.plan.event.noise_multiplier for trial in trials), None)
+    starts = (start for start in ledger.tally.starts if start.run == ledger.run)
+    return next((start.plan.event.noise_multiplier for start in starts), None)

@@ -29,7 +29,7 @@ from pmlf.evidence.statement import (
     Statement,
     read_statement,
 )
-from pmlf.evidence.tally import PrivacyPlan, Trial, events_of
+from pmlf.evidence.tally import PrivacyPlan, RunStart, events_of
 from pmlf.mechanism import accounting
 from pmlf.mechanism.accounting import Event
 from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
@@ -136,7 +136,7 @@ def certificate(run: CertifiedRun, budget: BudgetGuard) -> dict[str, Any]:
             **({UNREACHED: list(run.unreached)} if run.unreached else {}),
             "processes": run.processes,
             "trials": [
-                _trial(trial, budget.tally.parts_of(trial), releases) for trial, releases in budget.tally.trials.items()
+                _trial(trial, budget.tally.parts_of(trial), releases) for trial, releases in budget.tally.starts.items()
             ],
             "not_accounted_for": [*NOT_ACCOUNTED_FOR, *([RESUMED_UNSEEN] if budget.resumed_unseen else [])],
             "versions": _versions(),
@@ -210,7 +210,7 @@ def _queries(plan: PrivacyPlan, parts: Sequence[int]) -> dict[str, Any]:
     return {"queries": [{"name": q.name, **q.event.document(), "planned": q.count, "released": n} for q, n in pairs]}
 
 
-def _trial(trial: Trial, parts: Sequence[int], releases: int) -> dict[str, Any]:
+def _trial(trial: RunStart, parts: Sequence[int], releases: int) -> dict[str, Any]:
     plan = trial.plan
     return {
         "run": trial.run,

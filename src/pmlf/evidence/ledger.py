@@ -53,9 +53,12 @@ class Ledger:
         OSError: the file cannot be written or locked.
 
     >>> import tempfile
+    >>> from pmlf.evidence.tally import PrivacyPlan, RunStart
+    >>> from pmlf.mechanism.accounting import Event
     >>> path = Path(tempfile.mkdtemp()) / "ledger.jsonl"
-    >>> session = Session(run="first", beginning="only", sample_rate=0.1, noise_multiplier=1.0, planned_steps=9,
-    ...                   target_epsilon=None, delta=1e-5, replayable=False, first_step=0)
+    >>> event = Event(noise_multiplier=1.0, sample_rate=0.1)
+    >>> plan = PrivacyPlan(event=event, steps=9, delta=1e-5, target_epsilon=None)
+    >>> session = Session(start=RunStart(run="first", beginning="only", plan=plan), replayable=False)
     >>> with Ledger(path, dataset="patients") as ledger:
     ...     ledger.spend(session, step=0)
     >>> read(path, dataset="patients").events

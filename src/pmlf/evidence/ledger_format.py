@@ -20,11 +20,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pmlf.evidence.tally import RECORD, Query, Session, Tally
+from pmlf.evidence.tally import RECORD, PrivacyPlan, Query, RunStart, Session, Tally
 from pmlf.mechanism.accounting import Event
 
 _VERSION = 2
 _DIGEST_BYTES = 16
+_REQUIRED = {  # of the line with which a run begins or resumes
+    "run",
+    "beginning",
+    "sample_rate",
+    "noise_multiplier",
+    "planned_steps",
+    "target_epsilon",
+    "delta",
+    "replayable",
+    "first_step",
+}
+_OPTIONAL: Mapping[str, Any] = {"queries": (), "bands": 1, "overflow": 0.0, "unit": RECORD}
 
 
 def header(dataset: str) -> str:
@@ -34,16 +46,26 @@ def header(dataset: str) -> str:
 
 def session_text(session: Session) -> str:
     """The text of the line with which a run begins or resumes. What a plan does not have is left out."""
-    document = asdict(session)
-    if session.bands == 1:
-        del document["bands"]
-    document["queries"] = [asdict(query) | {"event": query.event.document()} for query in session.queries]
-    if not session.queries:
-        del document["queries"]
-    if not session.overflow:
-        del document["overflow"]
-    if session.unit == RECORD:
-        del document["unit"]
+    start, plan = session.start, session.start.plan
+    document: dict[str, Any] = {
+        "run": start.run,
+        "beginning": start.beginning,
+        "sample_rate": plan.event.sample_rate,
+        "noise_multiplier": plan.event.noise_multiplier,
+        "planned_steps": plan.steps,
+        "target_epsilon": plan.target_epsilon,
+        "delta": plan.delta,
+        "replayable": session.replayable,
+        "first_step": session.first_step,
+    }
+    if plan.queries:
+        document["queries"] = [asdict(query) | {"event": query.event.document()} for query in plan.queries]
+    if plan.bands > 1:
+        document["bands"] = plan.bands
+    if plan.event.overflow:
+        document["overflow"] = plan.event.overflow
+    if plan.unit != RECORD:
+        document["unit"] = plan.unit
     return json.dumps(document)
 
 
@@ -159,35 +181,49 @@ def _apply(document: Mapping[str, Any], tally: Tally, *, first: bool, dataset: s
 
 
 def _session(document: Mapping[str, Any]) -> Session:
+    found = {**_OPTIONAL, **document}
+    if set(found) != _REQUIRED | set(_OPTIONAL):
+        raise _Refused("is neither a run nor an event")
     try:
-        queries = tuple(_query(query) for query in document.get("queries", ()))
-        session = Session(**{**document, "queries": queries})
+        queries = tuple(_query(query) for query in found["queries"])
     except (TypeError, KeyError, AttributeError) as error:
         raise _Refused("is neither a run nor an event") from error
-    target = () if session.target_epsilon is None else (session.target_epsilon,)
-    kinds = [query.event for query in session.queries]
-    multipliers = (session.noise_multiplier, *(kind.noise_multiplier for kind in kinds))
-    rates = (session.sample_rate, *(kind.sample_rate for kind in kinds))
-    numbers = (*rates, *multipliers, session.delta, *target)
+    target = () if found["target_epsilon"] is None else (found["target_epsilon"],)
+    kinds = [query.event for query in queries]
+    multipliers = (found["noise_multiplier"], *(kind.noise_multiplier for kind in kinds))
+    rates = (found["sample_rate"], *(kind.sample_rate for kind in kinds))
+    numbers = (*rates, *multipliers, found["delta"], *target)
     if not (
-        isinstance(session.run, str)
-        and isinstance(session.beginning, str)
-        and isinstance(session.unit, str)
-        and isinstance(session.replayable, bool)
+        isinstance(found["run"], str)
+        and isinstance(found["beginning"], str)
+        and isinstance(found["unit"], str)
+        and isinstance(found["replayable"], bool)
         and all(isinstance(number, (int, float)) and math.isfinite(number) and number > 0 for number in numbers)
         and all(rate <= 1 for rate in rates)
-        and all(isinstance(query.name, str) and _is_count(query.count) for query in session.queries)
-        and session.delta < 1
-        and _is_count(session.planned_steps)
-        and _is_count(session.first_step)
-        and _is_count(session.bands)
-        and session.bands >= 1
-        and not (session.queries and session.bands > 1)
-        and _is_chance(session.overflow)
-        and not (session.overflow and session.bands > 1)
+        and all(isinstance(query.name, str) and _is_count(query.count) for query in queries)
+        and found["delta"] < 1
+        and _is_count(found["planned_steps"])
+        and _is_count(found["first_step"])
+        and _is_count(found["bands"])
+        and found["bands"] >= 1
+        and not (queries and found["bands"] > 1)
+        and _is_chance(found["overflow"])
+        and not (found["overflow"] and found["bands"] > 1)
     ):
         raise _Refused("is a run with values out of range")
-    return session
+    plan = PrivacyPlan(
+        event=Event(
+            noise_multiplier=found["noise_multiplier"], sample_rate=found["sample_rate"], overflow=found["overflow"]
+        ),
+        steps=found["planned_steps"],
+        delta=found["delta"],
+        target_epsilon=found["target_epsilon"],
+        queries=queries,
+        bands=found["bands"],
+        unit=found["unit"],
+    )
+    start = RunStart(run=found["run"], beginning=found["beginning"], plan=plan)
+    return Session(start=start, replayable=found["replayable"], first_step=found["first_step"])
 
 
 def _query(document: Mapping[str, Any]) -> Query:

@@ -24,7 +24,7 @@ from pmlf.evidence.description import (
 )
 from pmlf.evidence.json_object import JsonObject
 from pmlf.evidence.mechanism_words import MechanismWords
-from pmlf.evidence.tally import PrivacyPlan, Query, Trial, events_of
+from pmlf.evidence.tally import PrivacyPlan, Query, RunStart, events_of
 from pmlf.mechanism.accounting import ACCOUNTANTS, Event
 from pmlf.mechanism.selection import Selection
 
@@ -83,9 +83,9 @@ class Statement:
     released_events: int
     released_queries: tuple[int, ...]
     steps_of_the_model: int
-    trials: Mapping[Trial, int]
-    trial_queries: Mapping[Trial, tuple[int, ...]]
-    trial_events: Mapping[Trial, int]
+    trials: Mapping[RunStart, int]
+    trial_queries: Mapping[RunStart, tuple[int, ...]]
+    trial_events: Mapping[RunStart, int]
     in_a_ledger: bool
     selection: Selection | None = None
 
@@ -275,15 +275,15 @@ def _released(entries: JsonObject) -> tuple[int, ...]:
 
 def _trials(
     listed: list[JsonObject], unit: str
-) -> tuple[Mapping[Trial, int], Mapping[Trial, tuple[int, ...]], Mapping[Trial, int]]:
+) -> tuple[Mapping[RunStart, int], Mapping[RunStart, tuple[int, ...]], Mapping[RunStart, int]]:
     """The steps of every trial, its queries, and the events of its steps."""
-    steps: dict[Trial, int] = {}
-    queries: dict[Trial, tuple[int, ...]] = {}
-    events: dict[Trial, int] = {}
+    steps: dict[RunStart, int] = {}
+    queries: dict[RunStart, tuple[int, ...]] = {}
+    events: dict[RunStart, int] = {}
     for entries in listed:
         entries.require(*_TRIAL, optional=(_QUERIES, BANDS, STEPS, OVERFLOW))
         bands = entries.count(BANDS, least=2) if entries.has(BANDS) else 1
-        trial = Trial(run=entries.text("run"), beginning=entries.text("beginning"), plan=_plan(entries, bands, unit))
+        trial = RunStart(run=entries.text("run"), beginning=entries.text("beginning"), plan=_plan(entries, bands, unit))
         if trial in steps:
             raise Contradiction(f"its trials list one start of the run {trial.run!r} twice")
         queries[trial] = _released(entries)

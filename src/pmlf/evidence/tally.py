@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pmlf.mechanism.accounting import Event
 
@@ -102,12 +102,12 @@ def events_of(plan: PrivacyPlan, counts: Sequence[int]) -> Counter[Event]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A run that starts once from its first step, under one plan.
+class RunStart:
+    """A start of a run from its first step, under one plan. Certificates list the starts of runs as "trials".
 
     Attributes:
         run: The run's name.
-        beginning: A random name of its start. A run that starts again under its name has another.
+        beginning: A random name of this start. A run that starts again under its name has another.
         plan: What it is going to spend.
     """
 
@@ -126,78 +126,19 @@ class Session:
     """A run from the moment it starts or resumes spending, as a line of a ledger stores it.
 
     Attributes:
-        run: The run's name.
-        beginning: A random name of the run's start. A resumed run keeps it.
-        sample_rate: The sampling rate of its events.
-        noise_multiplier: The noise multiplier of its events.
-        planned_steps: The number of steps planned.
-        target_epsilon: The epsilon that it must not pass; None if the noise is given instead.
-        delta: The delta at which epsilon is computed.
+        start: The start that its events belong to. A resumed run keeps it.
         replayable: Whether a seed makes repeated steps release the same numbers. Such a step counts once for one
-            beginning. Without a seed every step counts every time.
+            start. Without a seed every step counts every time.
         first_step: The number of the session's first event.
-        queries: What is released before the steps.
-        bands: The number of groups of cyclic sampling; 1 is plain Poisson sampling.
-        overflow: The chance that a draw of a step is cut to the largest batch; 0 if nothing is cut.
-        unit: What an event concerns.
     """
 
-    run: str
-    beginning: str
-    sample_rate: float
-    noise_multiplier: float
-    planned_steps: int
-    target_epsilon: float | None
-    delta: float
+    start: RunStart
     replayable: bool
-    first_step: int
-    queries: tuple[Query, ...] = ()
-    bands: int = 1
-    overflow: float = 0.0
-    unit: str = RECORD
-
-    @classmethod
-    def of(cls, trial: Trial, *, replayable: bool) -> Session:
-        """The session of a trial, from its first step on."""
-        plan = trial.plan
-        return cls(
-            run=trial.run,
-            beginning=trial.beginning,
-            sample_rate=plan.event.sample_rate,
-            noise_multiplier=plan.event.noise_multiplier,
-            planned_steps=plan.steps,
-            target_epsilon=plan.target_epsilon,
-            delta=plan.delta,
-            replayable=replayable,
-            first_step=0,
-            queries=plan.queries,
-            bands=plan.bands,
-            overflow=plan.event.overflow,
-            unit=plan.unit,
-        )
-
-    @property
-    def event(self) -> Event:
-        """The kind of its steps."""
-        return Event(noise_multiplier=self.noise_multiplier, sample_rate=self.sample_rate, overflow=self.overflow)
-
-    @property
-    def trial(self) -> Trial:
-        """The trial that its events belong to."""
-        plan = PrivacyPlan(
-            event=self.event,
-            steps=self.planned_steps,
-            delta=self.delta,
-            target_epsilon=self.target_epsilon,
-            queries=self.queries,
-            bands=self.bands,
-            unit=self.unit,
-        )
-        return Trial(run=self.run, beginning=self.beginning, plan=plan)
+    first_step: int = 0
 
     def continues(self, other: Session | None) -> bool:
-        """Whether both are the same trial, whatever their first steps."""
-        return other is not None and replace(other, first_step=self.first_step) == self
+        """Whether both are of the same start, whatever their first steps."""
+        return other is not None and (self.start, self.replayable) == (other.start, other.replayable)
 
 
 class Tally:
@@ -206,7 +147,7 @@ class Tally:
     >>> tally = Tally()
     >>> event = Event(noise_multiplier=1.0, sample_rate=0.1)
     >>> plan = PrivacyPlan(event=event, steps=9, delta=1e-5, target_epsilon=None)
-    >>> tally.begin(Session.of(Trial(run="first", beginning="only", plan=plan), replayable=True))
+    >>> tally.begin(Session(start=RunStart(run="first", beginning="only", plan=plan), replayable=True))
     >>> for step in (0, 1, 1):
     ...     tally.add(step)
     >>> tally.events[event]
@@ -214,32 +155,32 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self._trials: Counter[Trial] = Counter()
-        self._parts: Counter[tuple[Trial, int]] = Counter()
+        self._starts: Counter[RunStart] = Counter()
+        self._parts: Counter[tuple[RunStart, int]] = Counter()
         self._events: Counter[Event] = Counter()
         self._runs: Counter[str] = Counter()
-        self._groups: dict[Trial, list[int]] = {}  # releases by group: one group, if sampling is not cyclic
+        self._groups: dict[RunStart, list[int]] = {}  # releases by group: one group, if sampling is not cyclic
         self._replayed: dict[tuple[str, str, Event, tuple[Query, ...]], set[int]] = {}
         self._session: Session | None = None
         self._next_step = 0
 
     @property
-    def trials(self) -> Mapping[Trial, int]:
-        """The number of releases of each trial, in the order in which the trials began."""
-        return self._trials
+    def starts(self) -> Mapping[RunStart, int]:
+        """The number of releases of each start of a run, in the order in which they began."""
+        return self._starts
 
     @property
     def events(self) -> Mapping[Event, int]:
         """The number of events of each kind, over all runs."""
         return self._events
 
-    def parts_of(self, trial: Trial) -> tuple[int, ...]:
-        """The number of events of each part of a trial's plan: every query, and at last the steps."""
-        return tuple(self._parts[trial, place] for place in range(len(trial.plan.parts)))
+    def parts_of(self, start: RunStart) -> tuple[int, ...]:
+        """The number of events of each part of a start's plan: every query, and at last the steps."""
+        return tuple(self._parts[start, place] for place in range(len(start.plan.parts)))
 
     def events_of(self, run: str) -> int:
         """The number of events of a run."""
-        return sum(sum(self.parts_of(trial)) for trial in self._trials if trial.run == run)
+        return sum(sum(self.parts_of(start)) for start in self._starts if start.run == run)
 
     def releases_of(self, run: str) -> int:
         """The number of releases of a run, each counted as often as it happened with fresh noise."""
@@ -247,12 +188,12 @@ class Tally:
 
     def releases_by_group(self, beginning: str) -> list[int]:
         """The number of releases in each group, in one start of a run."""
-        found = [groups for trial, groups in self._groups.items() if trial.beginning == beginning]
+        found = [groups for start, groups in self._groups.items() if start.beginning == beginning]
         return [sum(counts) for counts in zip(*found, strict=True)]
 
-    def replayable(self, trial: Trial) -> bool:
-        """Whether the events of a trial in the tally come from a seed."""
-        return _replays_by(trial) in self._replayed
+    def replayable(self, start: RunStart) -> bool:
+        """Whether the events of a start in the tally come from a seed."""
+        return _replays_by(start) in self._replayed
 
     def begin(self, session: Session) -> None:
         """Count the following events for this session."""
@@ -263,41 +204,41 @@ class Tally:
         """Count the event of this number: a step's own number, if the plan has no queries."""
         session = self._session
         assert session is not None
-        trial = session.trial
+        start = session.start
         self._next_step = step + 1
         if self.replays(session, step):
             return
         cost = self.cost(session, step)
         if session.replayable:
-            self._replayed.setdefault(_replays_by(trial), set()).add(step)
-        self._trials[trial] += 1
-        self._parts[trial, trial.plan.part_of(step)] += cost
-        self._events[trial.plan.event_at(step)] += cost
-        self._groups.setdefault(trial, [0] * session.bands)[step % session.bands] += 1
-        self._runs[session.run] += 1
+            self._replayed.setdefault(_replays_by(start), set()).add(step)
+        self._starts[start] += 1
+        self._parts[start, start.plan.part_of(step)] += cost
+        self._events[start.plan.event_at(step)] += cost
+        self._groups.setdefault(start, [0] * start.plan.bands)[step % start.plan.bands] += 1
+        self._runs[start.run] += 1
 
     def cost(self, session: Session, step: int) -> int:
         """1 if this release adds an event; 0 if it is counted already, or another group has had more releases."""
         if self.replays(session, step):
             return 0
-        groups = self._groups.get(session.trial, [0])
+        groups = self._groups.get(session.start, [0])
         return int(groups[step % len(groups)] == max(groups))
 
     def replays(self, session: Session, step: int) -> bool:
         """Whether this step releases numbers that are counted already, so that it does not count again."""
         if not session.replayable:
             return False
-        return step in self._replayed.get(_replays_by(session.trial), ())
+        return step in self._replayed.get(_replays_by(session.start), ())
 
     def unfinished_step(self) -> int | None:
         """The step that an incomplete last line stands for; None if no run has begun, so nothing was spent."""
         if self._session is None:
             return None
         if self._session.replayable:  # it has no steps beyond its plan
-            return min(self._next_step, self._session.trial.plan.releases - 1)
+            return min(self._next_step, self._session.start.plan.releases - 1)
         return self._next_step
 
 
-def _replays_by(trial: Trial) -> tuple[str, str, Event, tuple[Query, ...]]:
+def _replays_by(start: RunStart) -> tuple[str, str, Event, tuple[Query, ...]]:
     """What two sessions have in common if a seed makes them release the same numbers."""
-    return trial.run, trial.beginning, trial.plan.event, trial.plan.queries
+    return start.run, start.beginning, start.plan.event, start.plan.queries

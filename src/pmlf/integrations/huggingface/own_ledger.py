@@ -66,5 +66,5 @@ def opened_ledger(
 
 def _run_that_began_as(beginning: str, path: Path) -> str | None:
     """The name of a run in a ledger; None if it is not there, which is refused when its state is loaded."""
-    trials = read(path).trials if path.exists() else ()
-    return next((trial.run for trial in trials if trial.beginning == beginning), None)
+    starts = read(path).starts if path.exists() else ()
+    return next((start.run for start in starts if start.beginning == beginning), None)
