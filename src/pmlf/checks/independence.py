@@ -184,8 +184,7 @@ def _layers_seen(anatomy: Anatomy, plan: Plan, shards: Shards) -> Iterator[None]
         return seen
 
     handles = [
-        anatomy.modules[watched.name].register_forward_hook(look(watched.name), prepend=True)
-        for watched in plan.watched
+        anatomy.modules[layer.name].register_forward_hook(look(layer.name), prepend=True) for layer in plan.layers
     ]
     try:
         yield

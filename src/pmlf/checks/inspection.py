@@ -24,7 +24,7 @@ from pmlf.engine.layers import UnsupportedModel
 from pmlf.engine.momentum import contributions
 from pmlf.engine.operations.looking import operations_of
 from pmlf.engine.passes import LossFunction, Pass
-from pmlf.engine.plan import Gradients, Plan, Watched, require_known
+from pmlf.engine.plan import Gradients, Plan, RuledLayer, require_known
 from pmlf.methods import Method, resolve
 
 LARGEST_SENSITIVITY = 1.0 + 1e-4  # over the clip norm: what rounding may add to one sample's part
@@ -302,28 +302,28 @@ def _layer_costs(subject: Subject, batch: Any) -> tuple[LayerCost, ...]:
         now = time.perf_counter()
         seconds[name] += now - start
         start, found = now, next(taken, None)
-    names, owners = _rules(one), _owners(plan)
-    kinds = {layer: type(module).__name__ for layer, module in subject.model.named_modules()}
+    rules, layers = _rules(one), _layer_by_parameter(plan)
+    kinds = {name: type(module).__name__ for name, module in subject.model.named_modules()}
     costs: dict[str, LayerCost] = {}
     for parameter in plan.parameters:
-        owner = owners.get(parameter)
-        layer = parameter if owner is None else owner.name
-        before = costs.get(layer)
-        costs[layer] = LayerCost(
-            layer=layer or "(model)",
-            kind="Parameter" if owner is None else kinds[owner.name],
-            rule=names[parameter],
+        layer = layers.get(parameter)
+        name = parameter if layer is None else layer.name
+        before = costs.get(name)
+        costs[name] = LayerCost(
+            layer=name or "(model)",
+            kind="Parameter" if layer is None else kinds[layer.name],
+            rule=rules[parameter],
             parameters=values[parameter].numel() + (before.parameters if before else 0),
             seconds=seconds[parameter] + (before.seconds if before else 0.0),
         )
     return tuple(costs.values())
 
 
-def _owners(plan: Plan) -> dict[str, Watched]:
+def _layer_by_parameter(plan: Plan) -> dict[str, RuledLayer]:
     """The layer that each parameter is taken at, by the parameter's name; none where operations are looked at."""
     if plan.learned.by_operations:
         return {}
-    return {parameter: watched for watched in reversed(plan.watched) for parameter in watched.own.values()}
+    return {parameter: layer for layer in reversed(plan.layers) for parameter in layer.own.values()}
 
 
 def _rules(one: Pass) -> dict[str, str]:
@@ -331,8 +331,8 @@ def _rules(one: Pass) -> dict[str, str]:
     if one.plan.learned.by_operations:
         used = operations_of(one)
         return {name: ", ".join(sorted(used.get(name, {"unreached"}))) for name in one.plan.parameters}
-    owners = _owners(one.plan)
-    return {name: owners[name].rule.__name__.strip("_").replace("_", " ") for name in one.plan.parameters}
+    layers = _layer_by_parameter(one.plan)
+    return {name: layers[name].rule.__name__.strip("_").replace("_", " ") for name in one.plan.parameters}
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

@@ -39,9 +39,9 @@ def capture(one: Pass) -> Iterator[tuple[str, Contribution]]:
         seen, grad = calls.popleft()
         if grad is None:
             continue
-        own = seen.watched.own
+        own = seen.layer.own
         call = Call(
-            name=seen.watched.name,
+            name=seen.layer.name,
             module=seen.module,
             args=seen.args,
             named_args=seen.named_args,
@@ -50,7 +50,7 @@ def capture(one: Pass) -> Iterator[tuple[str, Contribution]]:
             statistics=seen.statistics,
         )
         with without_autocast():
-            found = seen.watched.rule(call, own)
+            found = seen.layer.rule(call, own)
         del seen, grad, call
         for local in list(found):
             yield own[local], found.pop(local)

@@ -26,8 +26,8 @@ def require_known(gradients: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
-    """A module whose own parameters are trained: its local parameter names and their names in the model."""
+class RuledLayer:
+    """A module with a rule for its own trained parameters: their local names, and their names in the model."""
 
     name: str
     own: Mapping[str, str]
@@ -43,7 +43,7 @@ class Plan:
     """
 
     parameters: tuple[str, ...]
-    watched: tuple[Watched, ...] = ()
+    layers: tuple[RuledLayer, ...] = ()
     convolved: frozenset[str] = frozenset()  # weights of 2d convolutions, which are faster in channels-last order
     gradients: Gradients = "ghost"
     in_a_pass: int = _MOST_IN_A_PASS  # samples
@@ -56,7 +56,7 @@ class Plan:
         if gradients != "ghost":
             most = _fitting(model) if gradients == "vmap" else 1
             return cls(parameters=tuple(names.values()), gradients=gradients, in_a_pass=most)
-        watched: list[Watched] = []
+        layers: list[RuledLayer] = []
         convolved: set[str] = set()
         # torch 2.13 computes the gradient of one sample's InstanceNorm wrongly if it comes in channels-last order
         instances = any(isinstance(module, _InstanceNorm) for module in model.modules())
@@ -66,10 +66,10 @@ class Plan:
             if own and rule is None:
                 return cls(parameters=tuple(names.values()), learned=Learned(by_operations=True))
             if rule is not None:
-                watched.append(Watched(name=module_name, own=own, rule=rule))
+                layers.append(RuledLayer(name=module_name, own=own, rule=rule))
             if isinstance(module, nn.Conv2d) and not instances:
                 convolved.update(name for local, name in own.items() if local == "weight")
-        return cls(parameters=tuple(names.values()), watched=tuple(watched), convolved=frozenset(convolved))
+        return cls(parameters=tuple(names.values()), layers=tuple(layers), convolved=frozenset(convolved))
 
     def unchanged(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """The trainable ones of a model's parameters; RuntimeError if they are others than planned."""

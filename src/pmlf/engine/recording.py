@@ -1,4 +1,4 @@
-"""What the watched layers of a forward pass took and gave, and whether it can stand for their samples."""
+"""What the layers with rules took and gave in a forward pass, and whether it can stand for their samples."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pmlf.engine.arithmetic import full_precision
 from pmlf.engine.graph import nodes_of
 from pmlf.engine.layers import Statistics, UnsupportedModel
 from pmlf.engine.marks import alike
-from pmlf.engine.plan import Plan, Watched
+from pmlf.engine.plan import Plan, RuledLayer
 from pmlf.engine.questions import Questions
 
 
 class Seen(NamedTuple):
-    """One call of a watched module, in the forward pass."""
+    """One call of a layer with a rule, in the forward pass."""
 
-    watched: Watched
+    layer: RuledLayer
     module: nn.Module
     args: tuple[Any, ...]
     named_args: dict[str, Any]
@@ -32,7 +32,7 @@ class Seen(NamedTuple):
 
     @property
     def described(self) -> str:
-        return f"layer {self.watched.name!r} ({type(self.module).__name__})"
+        return f"layer {self.layer.name!r} ({type(self.module).__name__})"
 
 
 @dataclass
@@ -46,22 +46,22 @@ class Recorder:
     versions: list[list[tuple[Tensor, int]]] = field(default_factory=list)
     without_grad: list[str] = field(default_factory=list)
 
-    def hook(self, watched: Watched) -> Callable[..., Any]:
+    def hook(self, layer: RuledLayer) -> Callable[..., Any]:
         def record(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> Tensor | None:
             if not self.recording:
                 return None
             if not torch.is_grad_enabled():
-                self.without_grad.append(watched.name)
+                self.without_grad.append(layer.name)
                 return None
-            result = self._with_batch_axis(watched, module, output)
+            result = self._with_batch_axis(layer, module, output)
             if not result.requires_grad:
                 return None
             args, named = tuple(map(_detached, args)), {key: _detached(value) for key, value in named.items()}
             statistics = _statistics(result) if isinstance(module, nn.GroupNorm) else None
-            self.seen.append(Seen(watched, module, args, named, result.shape, statistics))
+            self.seen.append(Seen(layer, module, args, named, result.shape, statistics))
             whole = _whole(result)
             self.edges.append(get_gradient_edge(whole))
-            needs_input = set(watched.own) != {"bias"}
+            needs_input = set(layer.own) != {"bias"}
             fixed = [t for t in (*args, *named.values()) if isinstance(t, Tensor)] if needs_input else []
             if whole._is_view() and whole is output:  # an in-place change would go around the edge
                 fixed.append(whole.detach())
@@ -70,10 +70,10 @@ class Recorder:
 
         return record
 
-    def _with_batch_axis(self, watched: Watched, module: nn.Module, output: Any) -> Tensor:
+    def _with_batch_axis(self, layer: RuledLayer, module: nn.Module, output: Any) -> Tensor:
         if not isinstance(output, Tensor):
             raise UnsupportedModel(
-                f"layer {watched.name!r} ({type(module).__name__}) has parameters of its own, no rule, and returns a "
+                f"layer {layer.name!r} ({type(module).__name__}) has parameters of its own, no rule, and returns a "
                 f"{type(output).__name__} instead of a tensor: freeze it or build it from layers with rules"
             )
         leading = output.shape[0] if output.ndim else 0
@@ -81,7 +81,7 @@ class Recorder:
             return output.expand(self.samples, *output.shape[1:])
         if leading == 0 or leading % self.samples:
             raise UnsupportedModel(
-                f"axis 0 of what layer {watched.name!r} ({type(module).__name__}) returned, an output with "
+                f"axis 0 of what layer {layer.name!r} ({type(module).__name__}) returned, an output with "
                 f"{output.ndim} axes, does not count the samples: put the batch first (batch_first=True where the "
                 "module has it, a leading axis of 1 for positions)"
             )
@@ -91,7 +91,7 @@ class Recorder:
         for seen, fixed in zip(self.seen, self.versions, strict=True):
             if any(tensor._version != version for tensor, version in fixed):
                 raise UnsupportedModel(
-                    f"the input of layer {seen.watched.name!r} ({type(seen.module).__name__}), or its output where "
+                    f"the input of layer {seen.layer.name!r} ({type(seen.module).__name__}), or its output where "
                     "that is a view, was changed in place after the layer ran: make that operation out of place"
                 )
 
@@ -100,10 +100,10 @@ class Recorder:
 def hooked(anatomy: Anatomy, plan: Plan, recorder: Recorder) -> Iterator[None]:
     handles = []
     try:
-        for watched in plan.watched:
-            module = anatomy.modules[watched.name]
+        for layer in plan.layers:
+            module = anatomy.modules[layer.name]
             # First in line: a user's own hook may change the output, and its factor belongs to the gradient.
-            handles.append(module.register_forward_hook(recorder.hook(watched), with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(recorder.hook(layer), with_kwargs=True, prepend=True))
         yield
     finally:
         for handle in handles:

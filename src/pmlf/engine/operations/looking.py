@@ -33,7 +33,7 @@ def operations_of(one: Pass) -> dict[str, set[str]]:
 
 def layers_suffice(one: Pass) -> bool:
     """Whether every use of a parameter, in a forward pass, is by the layer that it belongs to."""
-    layers = [one.anatomy.modules[watched.name] for watched in one.plan.watched]
+    layers = [one.anatomy.modules[layer.name] for layer in one.plan.layers]
     try:
         return not _looked_at(one, layers).elsewhere
     except UnsupportedModel:
