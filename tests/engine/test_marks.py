@@ -15,9 +15,9 @@ from pmlf.engine.questions import Questions
 from pmlf.engine.recording import refuse_rows_of_others
 
 
-def scaled_by(owners: Tensor, grad: Tensor, marks: list[Tensor]) -> list[Tensor]:
-    """What further backward passes give where rows have these owners."""
-    return [grad * own[owners].unsqueeze(1) for own in marks]
+def scaled_by(row_samples: Tensor, grad: Tensor, marks: list[Tensor]) -> list[Tensor]:
+    """What further backward passes give where rows belong to these samples."""
+    return [grad * own[row_samples].unsqueeze(1) for own in marks]
 
 
 @pytest.mark.parametrize("samples", [2, 7, 16, 17, 40])
@@ -26,12 +26,14 @@ def test_any_two_samples_whose_rows_are_exchanged_are_seen(samples: int) -> None
     grad[0] *= 100.0  # beside it the rows of others are short, and with small marks shorter
     assert len({tuple(float(own[sample]) for own in marks) for sample in range(samples)}) == samples
     for one, other in combinations(range(samples), 2):
-        owners = torch.arange(samples)
-        owners[[one, other]] = owners[[other, one]]
-        marked = scaled_by(owners, grad, marks)
+        row_samples = torch.arange(samples)
+        row_samples[[one, other]] = row_samples[[other, one]]
+        marked = scaled_by(row_samples, grad, marks)
         assert laid_out(grad, marked, marks) is None
         found = picked(grad, marked, samples)
-        assert found is not None and found.owners is not None and found.owners.tolist() == owners.tolist()
+        assert (
+            found is not None and found.row_samples is not None and found.row_samples.tolist() == row_samples.tolist()
+        )
         questions = Questions()
         with pytest.raises(UnsupportedModel, match="are not the samples' own"):
             for own, scaled in zip(marks, marked, strict=True):

@@ -1,4 +1,4 @@
-"""Marks by which the owner of a row is known: powers of two that scale the samples' losses in further backward passes.
+"""Marks by which the sample of a row is known: powers of two that scale the samples' losses in further backward passes.
 
 Scaling by a power of two rounds nothing, so a row of a gradient that belongs to one sample is scaled by exactly that
 sample's mark. A pass has room for 16 marks. A sample's number is written in digits of base 16, with a pass for each, so

@@ -1,8 +1,8 @@
 """The sum over ranks, with noise added once, after the sum.
 
-Sums are cut into buckets. Each bucket has one rank as its owner: the others send theirs there, the owner adds the
-noise, and everybody receives the result. So a sum without noise is known to the owner of its bucket alone, and so is
-the key of that noise.
+Sums are cut into buckets. Each bucket has one rank: the others send theirs there, that rank adds the noise, and
+everybody receives the result. So a sum without noise is known to the rank of its bucket alone, and so is the key of
+that noise.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def add_noise_to(values: Sequence[Tensor], add_noise: AddNoise, *, hardened: boo
 
 
 def sum_with_noise(values: Sequence[Tensor], add_noise: AddNoise, *, hardened: bool, group: dist.ProcessGroup) -> None:
-    """Replace values by their sum over the ranks, plus noise that the owner of each part adds.
+    """Replace values by their sum over the ranks, plus noise that the rank of each bucket adds.
 
     Args:
         values: Contiguous tensors of one dtype and device, of the same shapes on every rank.
@@ -67,14 +67,14 @@ def sum_with_noise(values: Sequence[Tensor], add_noise: AddNoise, *, hardened: b
     flat = [value.view(-1) for value in values]
     for turn in _turns(buckets([each.numel() for each in flat], ranks, hardened=hardened), ranks):
         buffers = [torch.cat([flat[part.tensor][part.start : part.stop] for part in bucket]) for bucket in turn]
-        owners = [dist.get_global_rank(group, owner) for owner in range(len(turn))]
-        for owner, buffer in zip(owners, buffers, strict=True):
-            dist.reduce(buffer, dst=owner, group=group)
-        if rank < len(turn):  # the owners add their noise at the same time
+        bucket_ranks = [dist.get_global_rank(group, place) for place in range(len(turn))]
+        for bucket_rank, buffer in zip(bucket_ranks, buffers, strict=True):
+            dist.reduce(buffer, dst=bucket_rank, group=group)
+        if rank < len(turn):  # the ranks of the buckets add their noise at the same time
             for part, share in zip(turn[rank], _shares(buffers[rank], turn[rank]), strict=True):
                 add_noise(share, part)
-        for owner, buffer, bucket in zip(owners, buffers, turn, strict=True):
-            dist.broadcast(buffer, src=owner, group=group)
+        for bucket_rank, buffer, bucket in zip(bucket_ranks, buffers, turn, strict=True):
+            dist.broadcast(buffer, src=bucket_rank, group=group)
             for part, share in zip(bucket, _shares(buffer, bucket), strict=True):
                 flat[part.tensor][part.start : part.stop] = share
 

@@ -202,11 +202,11 @@ class ImagePrior:
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the prior, by block and name."""
         return {
-            f"{index}.{part}.{field.name}": getattr(owner, field.name)
-            for index, owners in enumerate(zip(self._tables, self._whitenings, strict=True))
-            for part, owner in zip(("table", "whitening"), owners, strict=True)
-            for field in fields(owner)
-            if isinstance(getattr(owner, field.name), Tensor)
+            f"{index}.{part}.{field.name}": getattr(each, field.name)
+            for index, block in enumerate(zip(self._tables, self._whitenings, strict=True))
+            for part, each in zip(("table", "whitening"), block, strict=True)
+            for field in fields(each)
+            if isinstance(getattr(each, field.name), Tensor)
         }
 
     @classmethod

@@ -208,8 +208,8 @@ class PrivateRun:
                 self._refuse_other(batch)
                 self._due = None
                 for indices, micro_batch in self.private_step.in_rounds(batch):
-                    owners = None if indices is None else self._sampler.units
-                    units = None if owners is None or indices is None else owners.of(indices.numpy())
+                    known = None if indices is None else self._sampler.units
+                    units = None if known is None or indices is None else known.of(indices.numpy())
                     self.private_step.accumulate(micro_batch, samples=indices, units=units)
             spend(self.budget, batch.step, self.processes)  # on the disk before the release
         except BaseException:

@@ -153,11 +153,11 @@ def _found(
     chance = next((uses[number].key.question for number in open_questions if uses[number].presumed), None)
     if chance is None:
         for number in open_questions:
-            layouts[number] = _owners_named(uses[number], *pairs[number], len(loss))
+            layouts[number] = _picked_layout(uses[number], *pairs[number], len(loss))
     return layouts, chance
 
 
-def _owners_named(use: Use, grad: Tensor, marked: list[Tensor], samples: int) -> Layout:
+def _picked_layout(use: Use, grad: Tensor, marked: list[Tensor], samples: int) -> Layout:
     """The layout of rows that were picked."""
     layout = picked(grad, marked, samples)
     if layout is None:

@@ -22,12 +22,12 @@ _ALLOWED = 1e-3  # of a row's length
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Rows along `axis` are the samples': all of the first, then all of the second ("major"); the first of each, then
-    the second of each ("minor"); or each that of its owner ("picked")."""
+    the second of each ("minor"); or each that of the sample that `row_samples` names ("picked")."""
 
     axis: int
     samples: int
     order: Order = "major"
-    owners: Tensor | None = None  # (rows,) of picked rows; -1: nobody's, whose gradient is zero
+    row_samples: Tensor | None = None  # (rows,) the sample of each picked row; -1: nobody's, whose gradient is zero
 
     def by_sample(self, tensor: Tensor, axis: int | None = None) -> Tensor:
         """(samples, rows of each, *other axes): rows of picked ones are filled up with zeros."""
@@ -39,24 +39,24 @@ class Layout:
         return rows.unflatten(0, (self.samples, -1))
 
     def _picked(self, rows: Tensor) -> Tensor:
-        assert self.owners is not None
-        order = torch.argsort(self.owners, stable=True)
-        order = order[int((self.owners < 0).sum()) :]
-        counts = torch.bincount(self.owners[order], minlength=self.samples)
-        within = torch.arange(len(order), device=rows.device) - (counts.cumsum(0) - counts)[self.owners[order]]
+        assert self.row_samples is not None
+        order = torch.argsort(self.row_samples, stable=True)
+        order = order[int((self.row_samples < 0).sum()) :]
+        counts = torch.bincount(self.row_samples[order], minlength=self.samples)
+        within = torch.arange(len(order), device=rows.device) - (counts.cumsum(0) - counts)[self.row_samples[order]]
         found = rows.new_zeros(self.samples, max(1, int(counts.max())), *rows.shape[1:])
-        found[self.owners[order], within] = rows[order]
+        found[self.row_samples[order], within] = rows[order]
         return found
 
     def mask(self, like: Tensor, sample: int) -> Tensor:
         """True where an element of such a tensor is the sample's; it broadcasts."""
         rows = like.shape[self.axis]
-        if self.owners is not None:
-            owners = self.owners
+        if self.row_samples is not None:
+            row_samples = self.row_samples
         else:
             place = torch.arange(rows, device=like.device)
-            owners = place // max(1, rows // self.samples) if self.order == "major" else place % self.samples
-        return (owners == sample).view(-1, *[1] * (like.ndim - 1 - self.axis))
+            row_samples = place // max(1, rows // self.samples) if self.order == "major" else place % self.samples
+        return (row_samples == sample).view(-1, *[1] * (like.ndim - 1 - self.axis))
 
 
 def laid_out(grad: Tensor, marked: Sequence[Tensor], marks: Sequence[Tensor]) -> Layout | None:
@@ -87,12 +87,12 @@ def fits(grad: Tensor, marked: Sequence[Tensor], marks: Sequence[Tensor], layout
 
 
 def picked(grad: Tensor, marked: Sequence[Tensor], samples: int) -> Layout | None:
-    """The owner of every row along some axis, by the digits of its number; None where rows mix samples."""
+    """The sample of every row along some axis, by the digits of its number; None where rows mix samples."""
     for axis in range(grad.ndim):
         rows = full_precision(grad).movedim(axis, 0)
         rows = rows.reshape(len(rows), -1)
         lengths = torch.linalg.vector_norm(rows, dim=1)
-        owners = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+        row_samples = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
         fitting = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
         nobody = (lengths == 0.0) | ~lengths.isfinite()
         for digit, scaled in enumerate(marked):
@@ -103,9 +103,9 @@ def picked(grad: Tensor, marked: Sequence[Tensor], samples: int) -> Layout | Non
             fitting &= alike(there, rows, mark, _ALLOWED)
             # rounding of rows that cancel is nobody's: to give it to somebody would be a guess
             nobody |= torch.linalg.vector_norm(there - rows * mark.unsqueeze(1), dim=1) > _ALLOWED * lengths * mark
-            owners += found.long() * DIGIT**digit
-        if bool(fitting.all()) and bool(((owners < samples) | nobody).all()):
-            return Layout(axis=axis, samples=samples, order="picked", owners=owners.masked_fill(nobody, -1))
+            row_samples += found.long() * DIGIT**digit
+        if bool(fitting.all()) and bool(((row_samples < samples) | nobody).all()):
+            return Layout(axis=axis, samples=samples, order="picked", row_samples=row_samples.masked_fill(nobody, -1))
     return None
 
 
