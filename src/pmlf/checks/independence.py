@@ -90,79 +90,110 @@ def prove(model: nn.Module, plan: Plan, loss_fn: LossFunction, batch: Any) -> Fi
         with _generators_watched(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of this trial are not about training
             first, second = _numbers_of_samples(model, batch)
-            _prove(model, plan, loss_fn, _some(batch, first), first, observers, backward=True, plain=True)
-            _prove(model, plan, loss_fn, _some(batch, second), second, observers, backward=False, plain=True)
+            for samples, backward in ((first, True), (second, False)):
+                run = _Run(model, plan, loss_fn, _some(batch, samples), samples)
+                plain, spread = run.in_plain_batch(), run.on_device(observers, backward=backward)
+                run.require_equal(spread, plain, run.alone())
             if (size := batch_size(batch)) > second:  # a path may follow from the number of samples
-                _prove(model, plan, loss_fn, batch, size, observers, backward=False, plain=False)
+                run = _Run(model, plan, loss_fn, batch, size)
+                run.require_equal(run.on_device(observers, backward=False), run.alone())
     except Exception as error:  # whatever a rule, a model or a loss raises during a proof
         return _explained(error, observers[-1] if observers else None)
     return PROVEN
 
 
-def _prove(
-    model: nn.Module,
-    plan: Plan,
-    loss_fn: LossFunction,
-    rows: Any,
-    samples: int,
-    observers: list[Observer],
-    *,
-    backward: bool,
-    plain: bool,
-) -> None:
-    """One run on imaginary devices: of the loss, and `backward` too, compared with the `plain` batch too."""
-    anatomy, values = Anatomy(model), list[float]()
-    rank = samples // 2
-    device = next(iter(anatomy.parameters.values())).device
-    if plain:
-        with constant_draws(), torch.no_grad(), swapped(anatomy, _copies(anatomy)) as swap:
-            values.append(float(checked_losses(loss_fn(model, rows), samples, differentiable=False)[rank]))
+class _Run:
+    """The loss of one sample of several, computed in three ways that must agree.
+
+    Args:
+        model: The model.
+        plan: How per-sample gradients are taken.
+        loss_fn: The loss.
+        rows: The samples.
+        samples: Their number.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, loss_fn: LossFunction, rows: Any, samples: int) -> None:
+        self._model, self._plan, self._loss_fn, self._rows, self._samples = model, plan, loss_fn, rows, samples
+        self._anatomy = Anatomy(model)
+        self._sample = samples // 2
+
+    def in_plain_batch(self) -> float:
+        """The sample's loss in the batch as it is; raises if the forward pass writes the model."""
+        with constant_draws(), torch.no_grad(), swapped(self._anatomy, _copies(self._anatomy)) as swap:
+            losses = checked_losses(self._loss_fn(self._model, self._rows), self._samples, differentiable=False)
+            found = float(losses[self._sample])
         try:
             swap.refuse_written()
         except ModelWritten as error:
             raise Unknown(f"the forward pass writes {error.name!r}") from error
-    with sharded(samples, rank, device) as (shards, observer):
-        observers.append(observer)
-        replacements: dict[int, Tensor] = {}
-        for parameter in anatomy.parameters.values():
-            replacements[id(parameter)] = shards.replicated(parameter).requires_grad_(parameter.requires_grad)
-        replacements |= {id(buffer): shards.replicated(buffer.clone()) for buffer in anatomy.buffers.values()}
-        leaves = {name: replacements[id(p)] for name, p in anatomy.parameters.items() if p.requires_grad}
-        spread, uses = on_rows(rows, shards), None
-        if plan.learned.by_operations:
-            uses = ShardedUses(leaves, spread, shards, plan.learned)
-        seen = _layers_seen(anatomy, plan, shards) if uses is None else uses
-        with torch.enable_grad(), swapped(anatomy, replacements), seen:
-            found = loss_fn(model, spread)
-            if observer.refusal is not None:
-                raise observer.refusal
-            if is_tainted(found) and observer.request is not None:
-                raise observer.request.error
-            observer.refuse_kept()
-            loss = checked_losses(found, samples)
-            observer.operation = "the loss"
-            if not is_by_sample(loss, samples):
-                raise SamplesMeet("is not one number of each sample")
-            _refuse_own_functions(loss)
-            here = local(loss).detach()[0]
-            if backward and uses is None:
-                torch.autograd.grad(loss, list(leaves.values()), torch.ones_like(loss), allow_unused=True)
-            elif backward and uses is not None:
-                uses.gradients(loss)
-        if uses is not None:
-            plan.learned.layouts.update(uses.layouts)
-    values.append(float(here))
-    with constant_draws(), torch.no_grad():
-        single = select(rows, slice(rank, rank + 1))
-        values.append(float(checked_losses(loss_fn(model, single), 1, differentiable=False)[0]))
-    half = loss.dtype in (torch.bfloat16, torch.float16) or any(
-        p.dtype in (torch.bfloat16, torch.float16) for p in anatomy.parameters.values()
-    )
-    allowed = (_HALF_TOLERANCE if half else _TOLERANCE) * max(map(abs, values)) + 1e-6
-    if max(values) - min(values) > allowed:
-        raise Unknown("the loss of a sample differs between alone, in a batch and at another place in it")
-    if not all(map(np.isfinite, values)):
-        raise Unknown("the loss is not finite")
+        return found
+
+    def alone(self) -> float:
+        """The sample's loss by itself."""
+        with constant_draws(), torch.no_grad():
+            single = select(self._rows, slice(self._sample, self._sample + 1))
+            return float(checked_losses(self._loss_fn(self._model, single), 1, differentiable=False)[0])
+
+    def on_device(self, observers: list[Observer], *, backward: bool) -> Tensor:
+        """The sample's loss on its imaginary device; raises if an operation asks for another device's data.
+
+        Args:
+            observers: Where the observer of this run is added, which knows the operation that asked.
+            backward: Whether gradients are computed too.
+        """
+        anatomy, plan = self._anatomy, self._plan
+        device = next(iter(anatomy.parameters.values())).device
+        with sharded(self._samples, self._sample, device) as (shards, observer):
+            observers.append(observer)
+            replacements = _replicated(anatomy, shards)
+            leaves = {name: replacements[id(p)] for name, p in anatomy.parameters.items() if p.requires_grad}
+            spread = on_rows(self._rows, shards)
+            uses = ShardedUses(leaves, spread, shards, plan.learned) if plan.learned.by_operations else None
+            seen = _layers_seen(anatomy, plan, shards) if uses is None else uses
+            with torch.enable_grad(), swapped(anatomy, replacements), seen:
+                loss = self._observed_loss(spread, observer)
+                found = local(loss).detach()[0]
+                if backward and uses is None:
+                    torch.autograd.grad(loss, list(leaves.values()), torch.ones_like(loss), allow_unused=True)
+                elif backward and uses is not None:
+                    uses.gradients(loss)
+            if uses is not None:
+                plan.learned.layouts.update(uses.layouts)
+        return found
+
+    def _observed_loss(self, spread: Any, observer: Observer) -> Tensor:
+        """The losses of samples that are spread over devices: one number on each, from what is on it."""
+        found = self._loss_fn(self._model, spread)
+        if observer.refusal is not None:
+            raise observer.refusal
+        if is_tainted(found) and observer.request is not None:
+            raise observer.request.error
+        observer.refuse_kept()
+        loss = checked_losses(found, self._samples)
+        observer.operation = "the loss"
+        if not is_by_sample(loss, self._samples):
+            raise SamplesMeet("is not one number of each sample")
+        _refuse_own_functions(loss)
+        return loss
+
+    def require_equal(self, spread: Tensor, *others: float) -> None:
+        """Raise if the sample's losses, on its device and otherwise, differ by more than rounding or are not finite."""
+        half = any(t.dtype in (torch.bfloat16, torch.float16) for t in (spread, *self._anatomy.parameters.values()))
+        values = [float(spread), *others]
+        allowed = (_HALF_TOLERANCE if half else _TOLERANCE) * max(map(abs, values)) + 1e-6
+        if max(values) - min(values) > allowed:
+            raise Unknown("the loss of a sample differs between alone, in a batch and at another place in it")
+        if not all(map(np.isfinite, values)):
+            raise Unknown("the loss is not finite")
+
+
+def _replicated(anatomy: Anatomy, shards: Shards) -> dict[int, Tensor]:
+    """The parameters and copies of the buffers, the same on every device."""
+    found: dict[int, Tensor] = {}
+    for parameter in anatomy.parameters.values():
+        found[id(parameter)] = shards.replicated(parameter).requires_grad_(parameter.requires_grad)
+    return found | {id(buffer): shards.replicated(buffer.clone()) for buffer in anatomy.buffers.values()}
 
 
 @contextmanager
