@@ -61,7 +61,7 @@ def _shaped(dataset: str) -> Variant:
     return Variant(label=SHAPED_LABEL, method=_SHAPED, options=options)
 
 
-def methods(dataset: str, *names: str) -> tuple[Variant, ...]:
+def method_variants(dataset: str, *names: str) -> tuple[Variant, ...]:
     """The paper's four methods with its parameters for a dataset, and ours with shaped noise; or those named."""
     low_pass = _filter(dataset)
     every = (
@@ -134,7 +134,7 @@ def filter_label(a: Sequence[float], b: Sequence[float]) -> str:
     return f"a {listed[0]}, b {listed[1]}"
 
 
-def filters(dataset: str) -> tuple[Variant, ...]:
+def filter_variants(dataset: str) -> tuple[Variant, ...]:
     """DP-PMLF with the eight filters of Table 4, and with shaped noise for the usual one."""
     white = (Variant(label=filter_label(a, b), method="dp-pmlf", options=MethodOptions(a=a, b=b)) for a, b in FILTERS)
     return (*white, _shaped(dataset))
@@ -184,7 +184,7 @@ def _small_images(model: str, epsilons: Sequence[float]) -> Panel:
         epochs=5,
         own=OwnData(image_size=16),
     )
-    return Panel(setting=setting, epsilons=tuple(epsilons), variants=methods("mnist"), seeds=5, rates=_RATES)
+    return Panel(setting=setting, epsilons=tuple(epsilons), variants=method_variants("mnist"), seeds=5, rates=_RATES)
 
 
 def _small_texts(epsilons: Sequence[float]) -> Panel:
@@ -197,12 +197,12 @@ def _small_texts(epsilons: Sequence[float]) -> Panel:
         batch_size=1000,
         epochs=6,
     )
-    return Panel(setting=setting, epsilons=tuple(epsilons), variants=methods("sst2"), seeds=5, rates=_RATES)
+    return Panel(setting=setting, epsilons=tuple(epsilons), variants=method_variants("sst2"), seeds=5, rates=_RATES)
 
 
 def _linear(epsilons: Sequence[float]) -> Panel:
     """Table 4 with a linear model, as in the published code: fast enough for the paper's setting on a CPU."""
-    panel = _paper("mnist", "linear", epsilons, filters("mnist"))
+    panel = _paper("mnist", "linear", epsilons, filter_variants("mnist"))
     return replace(panel, setting=replace(panel.setting, delta=None))
 
 
@@ -230,16 +230,18 @@ ARTIFACTS = (
         axis="epoch",
         panels={
             "paper": (
-                _paper("cifar10", "cnn5", [8.0], methods("cifar10", "dpsgd", "lp-dpsgd", _SHAPED), epochs=100),
-                _paper("cifar10", "cnn5", [1.0], methods("cifar10", "dpsgd", "inner-outer", _SHAPED), epochs=100),
+                _paper("cifar10", "cnn5", [8.0], method_variants("cifar10", "dpsgd", "lp-dpsgd", _SHAPED), epochs=100),
+                _paper(
+                    "cifar10", "cnn5", [1.0], method_variants("cifar10", "dpsgd", "inner-outer", _SHAPED), epochs=100
+                ),
             ),
             "cpu": (
-                _cpu("cifar10", "cnn5", [8.0], methods("cifar10", "dpsgd", "lp-dpsgd", _SHAPED), epochs=10),
-                _cpu("cifar10", "cnn5", [1.0], methods("cifar10", "dpsgd", "inner-outer", _SHAPED)),
+                _cpu("cifar10", "cnn5", [8.0], method_variants("cifar10", "dpsgd", "lp-dpsgd", _SHAPED), epochs=10),
+                _cpu("cifar10", "cnn5", [1.0], method_variants("cifar10", "dpsgd", "inner-outer", _SHAPED)),
             ),
             "smoke": (
-                _smoke("linear", [8.0], methods(_SMALL, "dpsgd", "lp-dpsgd", _SHAPED)),
-                _smoke("linear", [1.0], methods(_SMALL, "dpsgd", "inner-outer", _SHAPED)),
+                _smoke("linear", [8.0], method_variants(_SMALL, "dpsgd", "lp-dpsgd", _SHAPED)),
+                _smoke("linear", [1.0], method_variants(_SMALL, "dpsgd", "inner-outer", _SHAPED)),
             ),
         },
     ),
@@ -248,10 +250,12 @@ ARTIFACTS = (
         title="Three models on CIFAR-10 at epsilon 1",
         axis="epoch",
         panels={
-            "paper": tuple(_paper("cifar10", m, [1.0], methods("cifar10")) for m in ("cnn5", "resnet18", "vit")),
-            "cpu": (_cpu("cifar10", "cnn5", [1.0], methods("cifar10")),),
+            "paper": tuple(
+                _paper("cifar10", m, [1.0], method_variants("cifar10")) for m in ("cnn5", "resnet18", "vit")
+            ),
+            "cpu": (_cpu("cifar10", "cnn5", [1.0], method_variants("cifar10")),),
             "smoke": tuple(
-                _smoke(m, [1.0], methods(_SMALL, "dp-pmlf")) for m in ("cnn5", "resnet18-narrow", "vit-mini")
+                _smoke(m, [1.0], method_variants(_SMALL, "dp-pmlf")) for m in ("cnn5", "resnet18-narrow", "vit-mini")
             ),
         },
     ),
@@ -272,12 +276,12 @@ ARTIFACTS = (
         title="CNN-5 on four datasets, epsilon from 1 to 8",
         axis="epsilon",
         panels={
-            "paper": tuple(_paper(d, "cnn5", _ONE_TO_EIGHT, methods(d)) for d in _IMAGES),
+            "paper": tuple(_paper(d, "cnn5", _ONE_TO_EIGHT, method_variants(d)) for d in _IMAGES),
             "cpu": (
-                _cpu("cifar10", "cnn5", [1.0], methods("cifar10")),
-                _cpu("cifar10", "cnn5", [8.0], methods("cifar10"), epochs=10),
+                _cpu("cifar10", "cnn5", [1.0], method_variants("cifar10")),
+                _cpu("cifar10", "cnn5", [8.0], method_variants("cifar10"), epochs=10),
             ),
-            "smoke": (_smoke("linear", [1.0, 8.0], methods(_SMALL)),),
+            "smoke": (_smoke("linear", [1.0, 8.0], method_variants(_SMALL)),),
         },
     ),
     Artifact(
@@ -286,10 +290,11 @@ ARTIFACTS = (
         axis="epoch",
         panels={
             "paper": tuple(
-                _paper(d, "resnet18", [1.0], methods(d), epochs=100) for d in ("mnist", "fashion-mnist", "cifar100")
+                _paper(d, "resnet18", [1.0], method_variants(d), epochs=100)
+                for d in ("mnist", "fashion-mnist", "cifar100")
             ),
             "cpu": (_small_images("resnet18-narrow", [1.0]),),
-            "smoke": (_smoke("resnet18-narrow", [1.0], methods(_SMALL, "dp-pmlf")),),
+            "smoke": (_smoke("resnet18-narrow", [1.0], method_variants(_SMALL, "dp-pmlf")),),
         },
     ),
     Artifact(
@@ -317,9 +322,9 @@ ARTIFACTS = (
         title="ViT on four datasets",
         axis="epsilon",
         panels={
-            "paper": tuple(_paper(d, "vit", [1.0, 8.0], methods(d)) for d in _IMAGES),
+            "paper": tuple(_paper(d, "vit", [1.0, 8.0], method_variants(d)) for d in _IMAGES),
             "cpu": (_small_images("vit-mini", [1.0, 8.0]),),
-            "smoke": (_smoke("vit-mini", [1.0], methods(_SMALL, "dp-pmlf")),),
+            "smoke": (_smoke("vit-mini", [1.0], method_variants(_SMALL, "dp-pmlf")),),
         },
     ),
     Artifact(
@@ -327,9 +332,9 @@ ARTIFACTS = (
         title="RoBERTa-base fine-tuned on GLUE",
         axis="epsilon",
         panels={
-            "paper": tuple(_paper(d, _TEXT_MODEL, [1.0, 8.0], methods(d)) for d in _TEXTS),
+            "paper": tuple(_paper(d, _TEXT_MODEL, [1.0, 8.0], method_variants(d)) for d in _TEXTS),
             "cpu": (_small_texts([1.0, 8.0]),),
-            "smoke": (_smoke_texts([1.0], methods(_SMALL)),),
+            "smoke": (_smoke_texts([1.0], method_variants(_SMALL)),),
         },
     ),
     Artifact(
@@ -337,9 +342,9 @@ ARTIFACTS = (
         title="ResNet-18 on four datasets",
         axis="epsilon",
         panels={
-            "paper": tuple(_paper(d, "resnet18", [1.0, 8.0], methods(d)) for d in _IMAGES),
+            "paper": tuple(_paper(d, "resnet18", [1.0, 8.0], method_variants(d)) for d in _IMAGES),
             "cpu": (_small_images("resnet18-narrow", [1.0, 8.0]),),
-            "smoke": (_smoke("resnet18-narrow", [1.0], methods(_SMALL, "dp-pmlf")),),
+            "smoke": (_smoke("resnet18-narrow", [1.0], method_variants(_SMALL, "dp-pmlf")),),
         },
     ),
     Artifact(
@@ -348,11 +353,11 @@ ARTIFACTS = (
         axis="epsilon",
         panels={
             "paper": (
-                _paper("mnist", "linear", _EVEN, filters("mnist")),
-                *(_paper(d, "cnn5", _EVEN, filters(d)) for d in ("mnist", "cifar10")),
+                _paper("mnist", "linear", _EVEN, filter_variants("mnist")),
+                *(_paper(d, "cnn5", _EVEN, filter_variants(d)) for d in ("mnist", "cifar10")),
             ),
-            "cpu": (_linear(_EVEN), _cpu("mnist", "cnn5", [2.0, 8.0], filters("mnist"))),
-            "smoke": (_smoke("linear", [8.0], filters(_SMALL)),),
+            "cpu": (_linear(_EVEN), _cpu("mnist", "cnn5", [2.0, 8.0], filter_variants("mnist"))),
+            "smoke": (_smoke("linear", [8.0], filter_variants(_SMALL)),),
         },
     ),
 )
