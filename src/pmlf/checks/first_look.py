@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +25,7 @@ from pmlf.mechanism.noise import SeededRandomness, keyed_uniforms
 
 _AUGMENTATIONS = 4  # of a whole micro-batch, so that rare random changes happen to some samples
 Modes = tuple[bool, ...]
+Found = TypeVar("Found")
 
 
 class FirstLook:
@@ -78,27 +80,17 @@ class FirstLook:
             refuse_unsafe_model(self._subject.model)
             self._modes = modes
             self.again()
-        try:
-            choose_capture(self._subject, batch)
-            rows = self._by_layers_or_operations(batch, size, modes)
-        except UnsupportedModel as error:
-            if self._gradients != "ghost":
-                raise
-            raise UnsupportedModel(error.reason, faster_way(self._subject, batch)) from error.__cause__
+        rows = by_layers_or_operations(
+            self._subject, batch, lambda: self._looked(batch, size, modes), forget=self._forget
+        )
         if self._unreached is None:
             self._unreached = unreached(self._subject, batch)
             warn_of(self._unreached)
         return rows
 
-    def _by_layers_or_operations(self, batch: Any, size: int, modes: Modes) -> Rows:
-        try:
-            return self._looked(batch, size, modes)
-        except UnsupportedModel:
-            if self._subject.plan.learned.by_operations or self._gradients != "ghost":
-                raise
-        self._subject.plan.learned.by_operations = True  # rows of layers are not in the samples' order, for one
+    def _forget(self) -> None:
+        """Drop the findings about layers, where gradients are taken at operations now."""
         self._findings, self._largest = {}, {}
-        return self._looked(batch, size, modes)
 
     def _looked(self, batch: Any, size: int, modes: Modes) -> Rows:
         found = self._alone or self._found(batch, size, modes)
@@ -141,10 +133,42 @@ class FirstLook:
             check_augmentation(self._augmentation.function, batch, uniforms)
 
 
+def by_layers_or_operations(
+    subject: Subject, batch: Any, look: Callable[[], Found], forget: Callable[[], None] | None = None
+) -> Found:
+    """What a look at the first samples finds, at layers; once more at operations, if it fails at layers.
+
+    Args:
+        subject: What is looked at. Its plan keeps where gradients are taken.
+        batch: The samples.
+        look: The look; raises `UnsupportedModel` if rows are not in the samples' order, for one.
+        forget: Called before the look at operations.
+
+    Raises:
+        UnsupportedModel: It fails at both. The error names the faster of the other ways to gradients.
+    """
+    ghost, learned = subject.plan.gradients == "ghost", subject.plan.learned
+    try:
+        choose_capture(subject, batch)
+        try:
+            return look()
+        except UnsupportedModel:
+            if learned.by_operations or not ghost:
+                raise
+        learned.capture = "operations"
+        if forget is not None:
+            forget()
+        return look()
+    except UnsupportedModel as error:
+        if not ghost:
+            raise
+        raise UnsupportedModel(error.reason, faster_way(subject, batch)) from error.__cause__
+
+
 def choose_capture(subject: Subject, batch: Any) -> None:
-    """Take gradients at operations where a weight is used outside its own layer; looked at once."""
+    """Take gradients at operations where a weight is used outside its own layer; decided once."""
     learned = subject.plan.learned
-    if learned.looked_at or learned.by_operations or subject.plan.gradients != "ghost":
+    if learned.capture != "undecided" or subject.plan.gradients != "ghost":
         return
     few = select(batch, slice(0, 3))  # three, so that few tables have as many rows by chance
     samples = batch_size(few)
@@ -159,7 +183,10 @@ def choose_capture(subject: Subject, batch: Any) -> None:
             raise
         except Exception:  # rows that are not in the samples' order; what is the user's own comes up at operations too
             elsewhere = True
-    learned.by_operations, learned.looked_at = elsewhere, samples > 1 or elsewhere
+    if elsewhere:
+        learned.capture = "operations"
+    elif samples > 1:  # one sample alone shows nothing
+        learned.capture = "layers"
 
 
 def proof(subject: Subject, batch: Any) -> Finding:

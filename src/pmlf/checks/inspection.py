@@ -14,13 +14,11 @@ from pmlf.basics.arguments import require_positive
 from pmlf.basics.batches import batch_size, to_dtype, without
 from pmlf.checks.comparison import Subject, clipped_sum, singles, subtract_plain, trained, undisturbed
 from pmlf.checks.finding import Finding
-from pmlf.checks.first_look import choose_capture, proof
+from pmlf.checks.first_look import by_layers_or_operations, choose_capture, proof
 from pmlf.checks.validation import check_samples, modes_to_check, refuse_unsafe_model
-from pmlf.checks.ways_out import faster_way
 from pmlf.engine.anatomy import Anatomy
 from pmlf.engine.clipper import Clipper
 from pmlf.engine.criteria import as_per_sample
-from pmlf.engine.layers import UnsupportedModel
 from pmlf.engine.momentum import contributions
 from pmlf.engine.operations.looking import operations_of
 from pmlf.engine.passes import LossFunction, Pass
@@ -147,13 +145,7 @@ def check(
     if samples == 0:
         raise ValueError("the batch is empty: give at least one sample, better three or more")
     modes = modes_to_check(subject, batch)
-    try:
-        choose_capture(subject, batch)
-        independence = _by_layers_or_operations(subject, batch)
-    except UnsupportedModel as error:
-        if gradients != "ghost":
-            raise
-        raise UnsupportedModel(error.reason, faster_way(subject, batch)) from error.__cause__
+    independence = by_layers_or_operations(subject, batch, lambda: _independent(subject, batch))
     found = []
     for training in modes:
         with undisturbed(model, training=training):
@@ -199,17 +191,6 @@ def rules_used(model: nn.Module, loss_fn: LossFunction, batch: Any) -> dict[str,
         found = _rules(one)
         reached = {name for name, _ in contributions(one)}
     return {name: found[name] if name in reached else "unreached" for name in plan.parameters}
-
-
-def _by_layers_or_operations(subject: Subject, batch: Any) -> Finding:
-    learned = subject.plan.learned
-    try:
-        return _independent(subject, batch)
-    except UnsupportedModel:
-        if subject.plan.gradients != "ghost" or learned.by_operations:
-            raise
-    learned.by_operations = True
-    return _independent(subject, batch)
 
 
 def _independent(subject: Subject, batch: Any) -> Finding:

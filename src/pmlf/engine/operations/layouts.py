@@ -16,6 +16,9 @@ from pmlf.engine.arithmetic import full_precision
 from pmlf.engine.marks import DIGIT, alike
 
 Order = Literal["major", "minor", "picked"]
+# Where gradients are taken: at layers, where every weight is used by its own, or at operations. While it is undecided
+# they are taken at layers.
+Capture = Literal["undecided", "layers", "operations"]
 _ALLOWED = 1e-3  # of a row's length
 
 
@@ -121,16 +124,21 @@ class Key(NamedTuple):
 
 
 class Learned:
-    """What was learned about a model's uses: the layout of each, and which tables look like samples and are none.
+    """What was learned about a model's uses: where gradients are taken, the layout of each use, and which tables look
+    like samples and are none.
 
     A decision is kept: a use that is proven to have this layout is not looked at again.
     """
 
     def __init__(self, *, by_operations: bool = False) -> None:
-        self.by_operations = by_operations  # or at layers, where every weight is used by its own
-        self.looked_at = by_operations  # whether it is known that it is
+        self.capture: Capture = "operations" if by_operations else "undecided"
         self.layouts: dict[Key, Layout] = {}
         self.shared: set[int] = set()  # weights that have as many rows as there are samples, by chance
+
+    @property
+    def by_operations(self) -> bool:
+        """Whether gradients are taken at operations."""
+        return self.capture == "operations"
 
     def layout(self, key: Key, shape: torch.Size, samples: int) -> Layout | None:
         """The layout of a use, None where it is not known or does not fit the shape; a single sample has all rows."""
