@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import warnings
 from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
@@ -118,3 +119,20 @@ def steps_of_epochs(epochs: float, records: int, batch_size: float) -> int:
             f"{MOST:g}: give fewer epochs or a larger batch_size"
         )
     return max(math.ceil(steps - 1e-9), 1)  # 3 * 0.1 / 0.1 is 3 steps in spite of rounding
+
+
+def warn_of_large_delta(name: str, delta: float, records: int, *, stacklevel: int) -> None:
+    """Warn if delta is 1/n or more.
+
+    Args:
+        name: The argument's name, for the warning.
+        delta: The delta of the guarantee.
+        records: The number of records, n.
+        stacklevel: As of `warnings.warn` in the caller.
+    """
+    if delta >= 1.0 / records:
+        warnings.warn(
+            f"{name}={delta} is not below 1/n = {1.0 / records:.3g}: such a delta permits publishing a whole record; "
+            "give a smaller one",
+            stacklevel=stacklevel + 1,
+        )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
+from pmlf.basics.arguments import warn_of_large_delta
 from pmlf.cli.common import Command
 from pmlf.cli.display import claims_table, facts, ledger_table
 from pmlf.experiments.spec import USUAL_DELTA, Budget, shown_default
@@ -150,10 +150,7 @@ class Account(Budget, Command):
             for name in ("pld", "rdp")
         )
         group = None if self.group is None else self._group(noise_multiplier, rate, steps, budget.delta)
-        if budget.delta * self.records >= 1:
-            warnings.warn(
-                f"delta={budget.delta} is not below 1/n = {1 / self.records:.3g}: give a smaller one", stacklevel=1
-            )
+        warn_of_large_delta("delta", budget.delta, self.records, stacklevel=1)
         self.show(
             {
                 "noise_multiplier": noise_multiplier,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pmlf.basics.arguments import plain
+from pmlf.basics.arguments import plain, warn_of_large_delta
 from pmlf.evidence.budget import BudgetGuard
 from pmlf.evidence.certificate import sealed
 from pmlf.evidence.ledger import Ledger
@@ -227,12 +226,8 @@ class PrivateProbe:
         ]
         given = {name: getattr(self, name) for name in shared}
         given["low_pass"] = _RECIPE_FILTER if self.low_pass is None else self.low_pass
-        if self.delta is not None and self.delta >= 1 / records:
-            warnings.warn(
-                f"delta={self.delta} is not below 1/n: a mechanism that publishes one record at random is allowed such "
-                "a delta, give a smaller one",
-                stacklevel=5,
-            )
+        if self.delta is not None:
+            warn_of_large_delta("delta", self.delta, records, stacklevel=5)
         return ProbeSettings(**given, records=records, blocks=blocks, outputs=outputs)
 
     def finish(self, training: ProbeTraining) -> Self:

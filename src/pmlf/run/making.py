@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,7 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pmlf.basics.arguments import is_number, plain, require_count, require_positive, steps_of_epochs
+from pmlf.basics.arguments import (
+    is_number,
+    plain,
+    require_count,
+    require_positive,
+    steps_of_epochs,
+    warn_of_large_delta,
+)
 from pmlf.engine.augmentation import Augmentation
 from pmlf.engine.momentum import Clipping
 from pmlf.engine.passes import LossFunction
@@ -274,12 +280,7 @@ def _checked_delta(delta: float, records: int) -> float:
         raise ValueError(
             f"target_delta={delta} is not in (0, 1): give a number well below 1/n, here below {1.0 / records:.2g}"
         )
-    if delta >= 1.0 / records:
-        warnings.warn(
-            f"target_delta={delta} is not below 1/n = {1.0 / records:.3g}: such a delta permits publishing a whole "
-            "record; give a smaller one",
-            stacklevel=4,
-        )
+    warn_of_large_delta("target_delta", delta, records, stacklevel=4)
     return delta
 
 
