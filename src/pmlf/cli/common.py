@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -120,6 +121,11 @@ def _option_names(options: Any) -> Iterator[str]:
             yield from _option_names(value)
         else:
             yield field.name
+
+
+def dated_folder(name: str) -> Path:
+    """The default folder of a command's results: runs/<date>-<time>-<name>."""
+    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
 
 
 def check_plot(path: Path | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
-from pmlf.cli.common import Command, say
+from pmlf.cli.common import Command, dated_folder, say
 from pmlf.cli.display import facts
 from pmlf.experiments.spec import shown_default
 
@@ -96,7 +95,7 @@ class ProbeCommand(Command):
             spec, out = probing.read_spec(self.resume), self.resume
         else:
             spec = self.spec()
-            out = self.out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-probe"
+            out = self.out or dated_folder("probe")
         console = Console(stderr=True)
         with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
             task = bar.add_task("private probe", total=None)

@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +14,7 @@ import tyro
 from rich.console import Console
 
 from pmlf.cli import display, linear_training
-from pmlf.cli.common import Command, check_plot, say
+from pmlf.cli.common import Command, check_plot, dated_folder, say
 from pmlf.cli.run_display import compare_progress, train_progress
 from pmlf.experiments.comparing import by_method, comparison_json, rate_note
 from pmlf.experiments.results import SENSITIVE_NOTE, RunResult
@@ -54,8 +53,7 @@ class TrainingCommand(Command):
             say(f"warning: --show-sensitive shows and records the training loss, {SENSITIVE_NOTE}")
 
     def folder(self, name: str) -> Path:
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        return self.out or Path("runs") / f"{stamp}-{self.setting.title}-{name}"
+        return self.out or dated_folder(f"{self.setting.title}-{name}")
 
 
 @dataclass(frozen=True, kw_only=True)

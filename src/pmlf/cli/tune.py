@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pmlf.cli.common import Command, say
+from pmlf.cli.common import Command, dated_folder, say
 from pmlf.cli.display import facts
 from pmlf.experiments.options import shown_default
 from pmlf.experiments.spec import RunSpec, Setting
@@ -107,7 +106,6 @@ class Tune(Command):
         from pmlf.mechanism.selection import Selection
         from pmlf.tuning import Grid, TuningPlan
 
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         plan = TuningPlan(
             base=RunSpec(method=self.method, **vars(self.setting)),
             grid=Grid.parsed(self.grid),
@@ -118,7 +116,7 @@ class Tune(Command):
             judged=self.judged,
             final_holdout=self.final_holdout,
         )
-        return plan, self.out or Path("runs") / f"{stamp}-{self.setting.title}-tuning"
+        return plan, self.out or dated_folder(f"{self.setting.title}-tuning")
 
     def _stored(self, folder: Path) -> tuple[TuningPlan, Path]:
         from pmlf.tuning.plan import stored_plan
