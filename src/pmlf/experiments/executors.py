@@ -30,6 +30,25 @@ class JobListener(Protocol):
     def ended(self, job: Job, error: str | None) -> None: ...
 
 
+class ForwardingListener:
+    """Passes the progress of jobs on to another listener."""
+
+    def __init__(self, listener: JobListener) -> None:
+        self._listener = listener
+
+    def expected(self, jobs: int) -> None:
+        self._listener.expected(jobs)
+
+    def began(self, job: Job) -> None:
+        self._listener.began(job)
+
+    def advanced(self, progress: JobProgress) -> None:
+        self._listener.advanced(progress)
+
+    def ended(self, job: Job, error: str | None) -> None:
+        self._listener.ended(job, error)
+
+
 Executor = Callable[[Sequence[Job], JobListener], None]
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from pmlf.basics.files import write_atomically
 from pmlf.evidence import certificate
-from pmlf.experiments.executors import Executor, JobListener
-from pmlf.experiments.jobs import CERTIFICATE, MACHINE, RESULT, Job, JobProgress, finished, job, locked
+from pmlf.experiments.executors import Executor, ForwardingListener, JobListener
+from pmlf.experiments.jobs import CERTIFICATE, MACHINE, RESULT, Job, finished, job, locked
 from pmlf.experiments.spec import RunSpec
 from pmlf.reproduction.artifacts import PROTOCOLS, Artifact, Cell
 from pmlf.reproduction.stand_ins import with_stand_ins
@@ -73,29 +73,20 @@ class ReproductionPlan:
         return replace(job(spec, self.out / RUNS, data_dir=self.data_dir), spec=replace(spec, device=self.device))
 
 
-@dataclass(kw_only=True)
-class RecordKeeper:
-    """A listener that updates the record after every run, collects errors, and forwards all calls."""
+class RecordKeeper(ForwardingListener):
+    """Updates the record after every run, and collects errors."""
 
-    plan: ReproductionPlan
-    listener: JobListener
-    errors: dict[str, str] = field(default_factory=dict)  # by the job's key, or the artifact's name
-
-    def expected(self, jobs: int) -> None:
-        self.listener.expected(jobs)
-
-    def began(self, job: Job) -> None:
-        self.listener.began(job)
-
-    def advanced(self, progress: JobProgress) -> None:
-        self.listener.advanced(progress)
+    def __init__(self, plan: ReproductionPlan, listener: JobListener) -> None:
+        super().__init__(listener)
+        self._plan = plan
+        self.errors: dict[str, str] = {}  # by the job's key, or the artifact's name
 
     def ended(self, job: Job, error: str | None) -> None:
         if error is None:
-            write_record(self.plan)  # now, because the process may be killed
+            write_record(self._plan)  # now, because the process may be killed
         else:
             self.errors[job.key] = f"{job.label}: {error}"
-        self.listener.ended(job, error)
+        super().ended(job, error)
 
 
 def reproduce(plan: ReproductionPlan, execute: Executor, listener: JobListener) -> list[str]:
@@ -111,7 +102,7 @@ def reproduce(plan: ReproductionPlan, execute: Executor, listener: JobListener) 
     Returns:
         One line for each job that failed, or one for an artifact whose stand-ins cannot be made.
     """
-    keeper = RecordKeeper(plan=plan, listener=listener)
+    keeper = RecordKeeper(plan, listener)
     known = _Before.read(plan.record_path).runs
     try:
         if plan.protocol == "tuned":

@@ -14,7 +14,7 @@ from pmlf.basics.files import new_folder, write_atomically, write_json
 from pmlf.evidence import certificate, certificate_page, ledger
 from pmlf.evidence.description import SELECTION
 from pmlf.experiments import runner, tasks
-from pmlf.experiments.executors import Executor, JobListener, in_this_process
+from pmlf.experiments.executors import Executor, ForwardingListener, JobListener, in_this_process
 from pmlf.experiments.folder import RunFolder
 from pmlf.experiments.jobs import Job, JobProgress, finished
 from pmlf.experiments.results import RunObserver, RunResult
@@ -318,23 +318,14 @@ class _Silent:
     def ended(self, job: Job, error: str | None) -> None: ...
 
 
-class _Errors:
-    """Forwards all calls and keeps errors."""
+class _Errors(ForwardingListener):
+    """Keeps errors."""
 
     def __init__(self, listener: JobListener) -> None:
-        self._listener = listener
+        super().__init__(listener)
         self.found: list[str] = []
-
-    def expected(self, jobs: int) -> None:
-        self._listener.expected(jobs)
-
-    def began(self, job: Job) -> None:
-        self._listener.began(job)
-
-    def advanced(self, progress: JobProgress) -> None:
-        self._listener.advanced(progress)
 
     def ended(self, job: Job, error: str | None) -> None:
         if error is not None:
             self.found.append(error)
-        self._listener.ended(job, error)
+        super().ended(job, error)
