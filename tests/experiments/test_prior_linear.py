@@ -64,7 +64,7 @@ def test_a_run_stays_within_its_epsilon_and_learns(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: Path) -> None:
     stopped = prior_linear.run(SPEC, tmp_path / "stopped", observer=_Stopper())
-    assert stopped.interrupted_by == "SIGINT" and stopped.steps == 2
+    assert stopped.interrupted_by == stopped.signalled_by == "SIGINT" and stopped.steps == 2
     resumed = prior_linear.run(stopped.spec, tmp_path / "stopped", resume=True)
     prior_linear.run(SPEC, tmp_path / "whole")
     assert resumed.steps == 6 and not resumed.interrupted

@@ -153,7 +153,7 @@ class _Training:
             )
 
     def run(self, observer: RunObserver) -> RunResult:
-        interrupted_by = None
+        interrupted_by = signalled_by = None
         with Ledger(self._folder.own_ledger, dataset=self._spec.dataset, run=self._run) as ledger:
             training = self._begun(ledger)
             try:
@@ -163,10 +163,11 @@ class _Training:
                     while not interruption.by and training.advance():
                         self._save(training)
                         observer.stepped(training.steps_done, None)
-                interrupted_by = interruption.by if training.done < training.total else None
+                signalled_by = interruption.by
+                interrupted_by = signalled_by if training.done < training.total else None
             except KeyboardInterrupt:
-                interrupted_by = "SIGINT"
-            return self._finish(training, observer, interrupted_by)
+                interrupted_by = signalled_by = "SIGINT"
+            return self._finish(training, observer, interrupted_by, signalled_by)
 
     def _begun(self, ledger: Ledger) -> ProbeTraining:
         spec, splits = self._spec, self._splits
@@ -201,7 +202,9 @@ class _Training:
         }
         self._folder.save(self._spec, progress, training.state_dict())
 
-    def _finish(self, training: ProbeTraining, observer: RunObserver, interrupted_by: str | None) -> RunResult:
+    def _finish(
+        self, training: ProbeTraining, observer: RunObserver, interrupted_by: str | None, signalled_by: str | None
+    ) -> RunResult:
         evaluations: tuple[Evaluation, ...] = ()
         if training.steps_done:
             evaluations = (self._evaluation(training),)
@@ -224,6 +227,7 @@ class _Training:
             seconds=time.monotonic() - self._begin,
             interrupted_by=interrupted_by,
             evaluations=evaluations,
+            signalled_by=signalled_by,
         )
         self._folder.write_result(result)
         return result

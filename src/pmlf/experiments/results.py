@@ -104,6 +104,9 @@ class RunResult:
     share the ledger. `certified_epsilon` is the claim of the certificate, which also holds if decisions were made
     during the run; None if there is no claim. A run with fewer steps than planned that was not interrupted has used up
     its budget.
+
+    `interrupted_by` is the signal that stopped the run before its end, so that it can be resumed. `signalled_by` is the
+    signal that came at any time: after it no other run starts, also where this one was complete. It is not stored.
     """
 
     spec: RunSpec
@@ -114,9 +117,9 @@ class RunResult:
     steps: int
     planned_steps: int
     seconds: float
-    interrupted_by: str | None  # name of the signal
+    interrupted_by: str | None
     evaluations: tuple[Evaluation, ...]
-    signalled_by: str | None = None  # the same, also if the signal came in the last step: start no other run after it
+    signalled_by: str | None = None
 
     @property
     def interrupted(self) -> bool:
