@@ -25,34 +25,34 @@ class Agreement:
 
     def __init__(self, processes: Processes, iterate: Callable[[], int], discard: Callable[[], None]) -> None:
         self._processes, self._iterate, self._discard = processes, iterate, discard
-        self._reached_at = -1
+        self._synchronized_at = -1
 
-    def reach(self, step: int, error: BaseException | None = None) -> None:
+    def synchronize(self, step: int, error: BaseException | None = None) -> None:
         """Wait for all ranks. All are at the same step and iterate without an error, or all discard and raise."""
-        if self._processes.size == 1 or (self._reached_at == step and error is None):
+        if self._processes.size == 1 or (self._synchronized_at == step and error is None):
             return
-        self._reached_at = -1
+        self._synchronized_at = -1
         try:
             self._processes.agree(step, self._iterate(), error)
         except RankFailed:
             self._discard()
             raise
-        self._reached_at = step
+        self._synchronized_at = step
 
-    def reach_again(self, step: int) -> None:
-        """As `reach`, though it was reached for this step: another round of it is done."""
-        self._reached_at = -1
-        self.reach(step)
+    def synchronize_again(self, step: int) -> None:
+        """As `synchronize`, though that was done for this step: another round of the step is done."""
+        self._synchronized_at = -1
+        self.synchronize(step)
 
     @contextmanager
-    def told(self, step: int) -> Iterator[None]:
-        """A block whose errors are told to the other ranks."""
+    def sharing_errors(self, step: int) -> Iterator[None]:
+        """A block whose errors the other ranks learn of."""
         try:
             yield
         except RankFailed:  # which they know of
             raise
         except BaseException as error:
-            self.reach(step, error)
+            self.synchronize(step, error)
             raise
 
 

@@ -2,7 +2,7 @@
 
 Iterates of the past, the filter's memory, the sum and its noise, `p.grad` and the optimizer's state are parts like the
 parameters: rows `rank * ceil(n / W)` and following, of n rows on W ranks. For the time of a micro-batch the parameters
-are gathered, and the model is lent as it was before `fully_shard`, without FSDP's hooks, which would gather the present
+are gathered, and the model is as it was before `fully_shard`, without FSDP's hooks, which would gather the present
 parameters where a past iterate is wanted.
 """
 
@@ -28,7 +28,7 @@ _TOGETHER = 1 << 20  # numbers of a rank in one message
 _STATE = "__composable_api_state_key"  # where torch keeps the state of `fully_shard` in a module
 
 
-class Holding(Protocol):
+class Placement(Protocol):
     """How the ranks hold the parameters of a model."""
 
     def iterate(self) -> int:
@@ -37,10 +37,10 @@ class Holding(Protocol):
     def rounds(self, batch: LogicalBatch) -> Iterator[tuple[Tensor | None, Any]]:
         """What this rank accumulates of a logical batch: its samples' numbers and each micro-batch."""
 
-    def lent(self) -> AbstractContextManager[None]:
+    def whole_parameters(self) -> AbstractContextManager[None]:
         """A block in which the model has whole parameters. All ranks enter it together."""
 
-    def own(self, parameter: Tensor) -> Tensor:
+    def local_part(self, parameter: Tensor) -> Tensor:
         """What this rank holds of a parameter."""
 
     def as_gradient(self, value: Tensor, parameter: Tensor) -> Tensor:
@@ -62,10 +62,10 @@ class Replicated:
     def rounds(self, batch: LogicalBatch) -> Iterator[tuple[Tensor | None, Any]]:
         return batch.numbered()
 
-    def lent(self) -> AbstractContextManager[None]:
+    def whole_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def own(self, parameter: Tensor) -> Tensor:
+    def local_part(self, parameter: Tensor) -> Tensor:
         return parameter
 
     def as_gradient(self, value: Tensor, parameter: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class ParameterShards:
 
     def __init__(self, model: nn.Module, processes: ManyProcesses) -> None:
         self._model, self._processes = model, processes
-        self._whole: dict[str, _WholeParameter] = {}  # while the model is lent
+        self._whole: dict[str, _WholeParameter] = {}  # while the parameters are gathered
         _refuse_other_cuts(model, processes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterShards:
@@ -97,7 +97,7 @@ class ParameterShards:
     def iterate(self) -> int:
         return summary(self._model.buffers())  # of each parameter there is one version only
 
-    def own(self, parameter: Tensor) -> Tensor:
+    def local_part(self, parameter: Tensor) -> Tensor:
         return parameter.detach().to_local()  # type: ignore[attr-defined]  # a DTensor
 
     def as_gradient(self, value: Tensor, parameter: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class ParameterShards:
         return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def whole_parameters(self) -> Iterator[None]:
         if self._whole:  # already
             yield
             return
@@ -118,7 +118,7 @@ class ParameterShards:
         whole: dict[int, nn.Parameter] = {}
         try:
             self._whole = {name: _WholeParameter(parameter, self._processes.size) for name, parameter in named.items()}
-            self.gathered({name: self.own(parameter) for name, parameter in named.items()})
+            self.gathered({name: self.local_part(parameter) for name, parameter in named.items()})
             for name, parameter in named.items():
                 value = self._whole[name].value
                 whole[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
@@ -144,7 +144,7 @@ class ParameterShards:
             yield round_
 
     def gathered(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole parameters from every rank's parts, in the memory of those that are lent."""
+        """Whole parameters from every rank's parts, in the memory of those of `whole_parameters`."""
         for bucket in _buckets({name: value.numel() for name, value in values.items()}):
             each = [self._whole[name].padded(values[name]) for name in bucket]
             found = each[0].new_empty(self._processes.size, sum(part.numel() for part in each))
@@ -154,7 +154,7 @@ class ParameterShards:
         return {name: self._whole[name].value for name in values}
 
     def digest(self) -> list[int]:
-        """A digest of the bits of each parameter that is lent."""
+        """A digest of the bits of each gathered parameter."""
         return [bit_digest(rows.value) for rows in self._whole.values()]
 
     def reduced(self, totals: Mapping[str, Tensor], onto: Mapping[str, Tensor]) -> None:
@@ -218,7 +218,7 @@ class GatheredHistory:
     """The points of one round: each is evaluated on parts, gathered, and takes the place of the one before.
 
     Args:
-        shards: The model's shards, lent.
+        shards: The model's shards, gathered by `whole_parameters`.
         history: The past iterates' parts.
         current: The present parameters' parts by name.
         points: The evaluation points of the round, in order.
@@ -247,7 +247,7 @@ class GatheredHistory:
             self.evaluate(point, ())
 
     def refuse_written(self) -> None:
-        """Raise RuntimeError if a forward pass wrote into a parameter that is lent."""
+        """Raise RuntimeError if a forward pass wrote into a gathered parameter."""
         if self._digest != self._shards.digest():
             raise RuntimeError(
                 "the forward pass wrote into a parameter, which would carry the data without noise: change the model "
@@ -330,7 +330,9 @@ class _Stripped:
             place.update(hooks)
 
 
-def held_by(model: nn.Module, processes: Processes, gradients: Gradients = "ghost") -> Replicated | ParameterShards:
+def placement_of(
+    model: nn.Module, processes: Processes, gradients: Gradients = "ghost"
+) -> Replicated | ParameterShards:
     """How the ranks hold a model's parameters.
 
     Raises:

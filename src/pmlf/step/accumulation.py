@@ -110,7 +110,7 @@ class Accumulation:
             shards: The ranks' parts.
         """
         named = {name: self.subject.model.get_parameter(name) for name in self.subject.plan.parameters}
-        current = {name: shards.own(parameter) for name, parameter in named.items()}
+        current = {name: shards.local_part(parameter) for name, parameter in named.items()}
         total = pending.total or self.clipper.nothing_of(current)
         error: BaseException | None = None
         given = None
@@ -118,7 +118,7 @@ class Accumulation:
             given = micro_batch()
         except BaseException as found:
             error = found
-        with shards.lent():
+        with shards.whole_parameters():
             points = self.settings.method.points.at(step)
             gathered, sums = GatheredHistory(shards, history, current, points), PartialSums(shards, total.values)
             whole = {name: self.subject.model.get_parameter(name) for name in current}

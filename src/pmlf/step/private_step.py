@@ -43,7 +43,7 @@ from pmlf.mechanism.sampling import LogicalBatch
 from pmlf.methods import Method, resolve
 from pmlf.parallel.agreement import Agreement, facts_of
 from pmlf.parallel.processes import Group, Processes, joined
-from pmlf.parallel.shards import ParameterShards, held_by
+from pmlf.parallel.shards import ParameterShards, placement_of
 from pmlf.parallel.summing import Part
 from pmlf.step.accumulation import Accumulation
 from pmlf.step.point_passes import PointPasses
@@ -108,8 +108,8 @@ class PrivateStep:
     ) -> None:
         self._processes = joined(group, "PrivateStep")
         require_known(gradients)
-        self._holding = held_by(model, self._processes, gradients)
-        with self._holding.lent():
+        self._placement = placement_of(model, self._processes, gradients)
+        with self._placement.whole_parameters():
             refuse_unsafe_model(model)
             self._plan = Plan.of(model, gradients)
         loss_fn = as_per_sample(loss_fn)
@@ -154,7 +154,7 @@ class PrivateStep:
         self._noise = NoiseMemory(self._settings.method.noise, self._randomness)
         self._releases, self._torn = 0, False
         self._pending: PendingSum | None = None
-        self._agreement = Agreement(self._processes, self._holding.iterate, self._forget)
+        self._agreement = Agreement(self._processes, self._placement.iterate, self._forget)
         self._first_look = FirstLook(self._subject, gradients, augmentation, assumed=assume_independent_samples)
         watches = gradients == "ghost" and not assume_independent_samples
         self._passes = PointPasses(
@@ -190,7 +190,7 @@ class PrivateStep:
     @property
     def sharded(self) -> bool:
         """Whether each rank holds a part of the parameters."""
-        return isinstance(self._holding, ParameterShards)
+        return isinstance(self._placement, ParameterShards)
 
     @property
     def independence(self) -> Finding | None:
@@ -229,16 +229,16 @@ class PrivateStep:
         has the id of each record's unit, for a step of units: all records of a unit are in one micro-batch. With a
         group, an error discards the step on every rank. With `fully_shard`, all ranks call it equally often.
         """
-        with self._agreement.told(self._releases):
-            if not isinstance(self._holding, ParameterShards):
+        with self._agreement.sharing_errors(self._releases):
+            if not isinstance(self._placement, ParameterShards):
                 self._accumulate(micro_batch, samples, units)
                 return
-            self._in_round(self._holding, micro_batch, samples, units)
-        self._agreement.reach_again(self._releases)
+            self._in_round(self._placement, micro_batch, samples, units)
+        self._agreement.synchronize_again(self._releases)
 
     def in_rounds(self, batch: LogicalBatch) -> Iterator[tuple[Tensor | None, Any]]:
         """(numbers of samples, micro-batch) of a logical batch; empty ones where other ranks have more of them."""
-        return self._holding.rounds(batch)
+        return self._placement.rounds(batch)
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
@@ -246,9 +246,9 @@ class PrivateStep:
 
         `release` does the same if there was no such block. Without a group it does nothing.
         """
-        with self._agreement.told(self._releases):
+        with self._agreement.sharing_errors(self._releases):
             yield
-        self._agreement.reach(self._releases)
+        self._agreement.synchronize(self._releases)
 
     def _accumulate(self, micro_batch: Any, samples: Tensor | None, units: Any) -> None:
         self._refuse_torn()
@@ -270,7 +270,7 @@ class PrivateStep:
 
     def _in_round(self, shards: ParameterShards, micro_batch: Any, samples: Tensor | None, units: Any) -> None:
         """One round of all ranks, of which each holds a part of the parameters; one may have no samples."""
-        pending = self._pending or PendingSum(fingerprint=fingerprint(map(shards.own, self.model.parameters())))
+        pending = self._pending or PendingSum(fingerprint=fingerprint(map(shards.local_part, self.model.parameters())))
 
         def given() -> MicroBatch | None:
             self._refuse_torn()
@@ -292,11 +292,11 @@ class PrivateStep:
         """
         self._refuse_torn()
         self._settings.refuse_other_step(step, due=self._releases)
-        self._agreement.reach(self._releases)
+        self._agreement.synchronize(self._releases)
         anatomy, asked = Anatomy(self.model), Questions()
         named, _ = self._unchanged(anatomy, asked)
         asked.answer()
-        parameters = [self._holding.own(parameter) for parameter in named.values()]
+        parameters = [self._placement.local_part(parameter) for parameter in named.values()]
         total = self.sensitive_sum()
         self._torn = True
         if total is None:  # an empty batch is a step like any other
@@ -312,7 +312,7 @@ class PrivateStep:
                 noise.add_gaussian_(value, std, hardened=hardened)
 
         if self._settings.cycle == 1:
-            self._holding.add_up(values, add_noise, hardened=hardened)
+            self._placement.add_up(values, add_noise, hardened=hardened)
         else:
             self._noise.add_(values, std, release=self._releases, hardened=hardened, wide=torch.float64 in dtypes)
         values = [value.to(dtype) for value, dtype in zip(values, dtypes, strict=True)]
@@ -321,7 +321,7 @@ class PrivateStep:
         for parameter in anatomy.parameters.values():
             parameter.grad = None  # also of frozen ones: what an optimizer finds there was never made private
         for parameter, value in zip(named.values(), filtered, strict=True):
-            parameter.grad = self._holding.as_gradient(value.to(parameter.dtype), parameter)
+            parameter.grad = self._placement.as_gradient(value.to(parameter.dtype), parameter)
         self._clipper.clip_norm = self._clip_norm.after(total.within, self._randomness, self._releases)
         self._clipper.give_away(total)  # to the filter or p.grad: no later sum is written where somebody can see it
         self._pending, self._releases, self._torn = None, self._releases + 1, False
@@ -353,7 +353,7 @@ class PrivateStep:
         self._settings.refuse_other_state(state)
         require_count("releases", state["releases"], "it counts the releases of the state", least=0)
         history = History(self._settings.method.points.depth)
-        history.load_state_dict(state["history"], like=[self._holding.own(p) for p in self.trained])
+        history.load_state_dict(state["history"], like=[self._placement.local_part(p) for p in self.trained])
         memory = FilterMemory(self._settings.method.low_pass)
         memory.load_state_dict(state["filter"])
         self._clipper.clip_norm = self._clip_norm.load_state_dict(state)
@@ -370,7 +370,7 @@ class PrivateStep:
         """Refuse a `batch_of` some indices by which records change each other's gradients, by padding or otherwise."""
         batch_of = each_a_unit(batch_of) if self._settings.units else batch_of
         checked = partial(check_collation, self._subject, indices, batch_of)
-        with self._holding.lent():
+        with self._placement.whole_parameters():
             with_constants_made(self._subject, lambda: batch_of(list(indices[:1])), checked)
 
     def _refuse_torn(self) -> None:
@@ -380,7 +380,7 @@ class PrivateStep:
     def _facts(self, gradients: Gradients) -> dict[str, str]:
         """What all ranks must have in common."""
         plain = self._passes.augmentation is None
-        with self._holding.lent():
+        with self._placement.whole_parameters():
             of_model = facts_of(self.model)
         return {
             **of_model,
@@ -392,7 +392,7 @@ class PrivateStep:
         """The trainable parameters by name, and the fingerprint of all; refused if they are others than at the start,
         or, when the questions are answered, than the pending sum's."""
         named = self._plan.unchanged(anatomy.parameters)
-        iterate = fingerprint(map(self._holding.own, anatomy.parameters.values()))
+        iterate = fingerprint(map(self._placement.local_part, anatomy.parameters.values()))
         if self._pending is not None:
             refuse_other_iterate(self._pending.fingerprint, iterate, questions)
         return named, iterate
