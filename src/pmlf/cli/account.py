@@ -136,8 +136,16 @@ class Account(Budget, Command):
         budget = self.resolved(self.records)
         assert budget.delta is not None
         rate, steps = self.batch_size / self.records, budget.planned_steps(self.records)
-        sizes = self.largest_batch, self.records, self.batch_size, steps, budget.epsilon, budget.delta
-        overflow = chance_of_a_cut(*sizes, bands=self.bands, processes=1)
+        overflow = chance_of_a_cut(
+            largest_batch=self.largest_batch,
+            records=self.records,
+            batch_size=self.batch_size,
+            steps=steps,
+            epsilon=budget.epsilon,
+            delta=budget.delta,
+            bands=self.bands,
+            processes=1,
+        )
         drawn = _DrawArguments(sample_rate=rate, steps=steps, bands=self.bands, overflow=overflow)
         noise_multiplier = budget.noise_multiplier
         if noise_multiplier is None:

@@ -84,13 +84,13 @@ def smallest_batch_bound(*, records: int, batch_size: float, steps: int, epsilon
 
 
 def chance_of_a_cut(
+    *,
     largest_batch: int | None,
     records: int,
     batch_size: float,
     steps: int,
     epsilon: float | None,
     delta: float,
-    *,
     bands: int,
     processes: int,
 ) -> float:
@@ -112,7 +112,8 @@ def chance_of_a_cut(
     Raises:
         ValueError: It is refused.
 
-    >>> chance_of_a_cut(None, 50_000, 1000, 400, 8.0, 1e-5, bands=1, processes=1)
+    >>> chance_of_a_cut(largest_batch=None, records=50_000, batch_size=1000, steps=400, epsilon=8.0, delta=1e-5,
+    ...                 bands=1, processes=1)
     0.0
     """
     if largest_batch is None:

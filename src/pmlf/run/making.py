@@ -35,7 +35,7 @@ from pmlf.mechanism.sampling import PoissonBatches, population
 from pmlf.mechanism.truncation import chance_of_a_cut
 from pmlf.mechanism.units import MOST_RECORDS, Units, require_unit_arguments
 from pmlf.methods import Method, resolve
-from pmlf.parallel.processes import Group, joined
+from pmlf.parallel.processes import Group, Processes, joined
 from pmlf.run.averaging import ParameterAverage
 from pmlf.run.iteration import Epochs
 from pmlf.run.loaders import check_records, loading
@@ -177,22 +177,29 @@ def make_private(
     """
     processes = joined(group, "make_private")
     refuse_wrapped(model, optimizer)
-    load = loading(dataset, plain(batch_size), collate_fn, num_workers)
-    dataset, batch_size, collate_fn, num_workers = load.dataset, load.batch_size, load.collate_fn, load.num_workers
-    whole, records = _protected(dataset, units, max_records_per_unit, unit_name)
-    epsilon, delta = plain(target_epsilon), _checked_delta(plain(target_delta), records)
-    planned = planned_steps(plain(epochs), plain(steps), records, batch_size)
-    method, unit = resolve(method), RECORD if whole is None else whole.name
-    bands, rate, given_noise = method.noise.bands, _sample_rate(batch_size, records), plain(noise_multiplier)
-    beside = {"bands": bands, "processes": processes.size}
-    cut = chance_of_a_cut(largest_batch, records, batch_size, planned, epsilon, delta, **beside)
-    z = processes.by_first(lambda: _noise_multiplier(given_noise, epsilon, delta, rate, planned, ledger, bands, cut))
-    event = Event(noise_multiplier=z, sample_rate=accounting.cyclic(rate, planned, bands)[0], overflow=cut)
-    plan = PrivacyPlan(event=event, steps=planned, delta=delta, target_epsilon=epsilon, bands=bands, unit=unit)
+    loads = loading(dataset, plain(batch_size), collate_fn, num_workers)
+    dataset, batch_size, collate_fn, num_workers = loads.dataset, loads.batch_size, loads.collate_fn, loads.num_workers
+    protected_units, records = _protected(dataset, units, max_records_per_unit, unit_name)
+    method = resolve(method)
+    bands = method.noise.bands
+    plan = _planned(
+        records=records,
+        batch_size=batch_size,
+        largest_batch=largest_batch,
+        epochs=plain(epochs),
+        steps=plain(steps),
+        target_epsilon=plain(target_epsilon),
+        target_delta=plain(target_delta),
+        noise_multiplier=plain(noise_multiplier),
+        bands=bands,
+        unit=RECORD if protected_units is None else protected_units.name,
+        ledger=ledger,
+        processes=processes,
+    )
     randomness = randomness_from_seed(seed)
     check_optimizer(model, optimizer, method)
-    epoch_count = Epochs(records=records, batch_size=batch_size, steps=planned).count
-    interval = checked_interval(scheduler, scheduler_interval, optimizer, steps=planned, epochs=epoch_count)
+    epoch_count = Epochs(records=records, batch_size=batch_size, steps=plan.steps).count
+    interval = checked_interval(scheduler, scheduler_interval, optimizer, steps=plan.steps, epochs=epoch_count)
     processes.require_same(facts_of_plan(plan, optimizer, scheduler, ema, max_physical_batch_size))
     if device is not None:
         model.to(device)
@@ -201,7 +208,7 @@ def make_private(
         loss_fn,
         method=method,
         clip_norm=plain(clip_norm),
-        noise_multiplier=z,
+        noise_multiplier=plan.event.noise_multiplier,
         expected_batch_size=batch_size,
         generator=randomness,
         clipping=clipping,
@@ -211,26 +218,29 @@ def make_private(
         cycle=bands,
         gradients=gradients,
         assume_independent_samples=assume_independent_samples,
-        units=whole is not None,
+        units=protected_units is not None,
         group=processes,
     )
-    processes.require_same(facts_of_records(dataset, collate_fn, lengths, whole, processes))
-    together = check_records(private_step, dataset, collate_fn, lengths)
+    processes.require_same(facts_of_records(dataset, collate_fn, lengths, protected_units, processes))
+    loaded_together = check_records(private_step, dataset, collate_fn, lengths)
     sampler = PoissonBatches(
         dataset,
         expected_batch_size=batch_size,
         randomness=shared_draws(randomness, processes),
-        max_physical_batch_size=measured_size(max_physical_batch_size, private_step, dataset, collate_fn, whole),
+        max_physical_batch_size=measured_size(
+            max_physical_batch_size, private_step, dataset, collate_fn, protected_units
+        ),
         collate_fn=collate_fn,
         num_workers=num_workers,
         device=private_step.trained[0].device,
         lengths=lengths,
-        together=together,
+        together=loaded_together,
         rank=processes.rank,
         ranks=processes.size,
         cycle=bands,
-        largest_batch=largest_batch if cut else None,  # accounted for as whole draws, whatever the number of records
-        units=whole,
+        # an overflow of 0 is accounted for as whole draws, whatever the number of records
+        largest_batch=largest_batch if plan.event.overflow else None,
+        units=protected_units,
     )
     average = _average(ema, private_step)
     budget = budget_of(plan, randomness.reproducible, ledger, processes)
@@ -243,9 +253,60 @@ def _protected(dataset: Any, units: Any, most: int, name: str) -> tuple[Units | 
     if units is None:
         return None, records
     require_unit_arguments(most, name)
-    whole = Units(units, most=most, name=name)
-    whole.check(records, together=most)
-    return whole, whole.count
+    found = Units(units, most=most, name=name)
+    found.check(records, together=most)
+    return found, found.count
+
+
+def _planned(
+    *,
+    records: int,
+    batch_size: float,
+    largest_batch: int | None,
+    epochs: float | None,
+    steps: int | None,
+    target_epsilon: float | None,
+    target_delta: float,
+    noise_multiplier: float | None,
+    bands: int,
+    unit: str,
+    ledger: Ledger | None,
+    processes: Processes,
+) -> PrivacyPlan:
+    """What the run is going to spend, from the arguments of `make_private`; noise is calibrated by rank 0."""
+    delta = _checked_delta(target_delta, records)
+    number = planned_steps(epochs, steps, records, batch_size)
+    rate = _sample_rate(batch_size, records)
+    overflow = chance_of_a_cut(
+        largest_batch=largest_batch,
+        records=records,
+        batch_size=batch_size,
+        steps=number,
+        epsilon=target_epsilon,
+        delta=delta,
+        bands=bands,
+        processes=processes.size,
+    )
+    noise = processes.by_first(
+        lambda: _noise_multiplier(
+            noise_multiplier,
+            target_epsilon,
+            delta,
+            rate=rate,
+            steps=number,
+            ledger=ledger,
+            bands=bands,
+            overflow=overflow,
+        )
+    )
+    return PrivacyPlan(
+        event=Event(noise_multiplier=noise, sample_rate=accounting.cyclic(rate, number, bands)[0], overflow=overflow),
+        steps=number,
+        delta=delta,
+        target_epsilon=target_epsilon,
+        bands=bands,
+        unit=unit,
+    )
 
 
 def planned_steps(epochs: float | None, steps: int | None, records: int, batch_size: float) -> int:
@@ -280,7 +341,7 @@ def _checked_delta(delta: float, records: int) -> float:
         raise ValueError(
             f"target_delta={delta} is not in (0, 1): give a number well below 1/n, here below {1.0 / records:.2g}"
         )
-    warn_of_large_delta("target_delta", delta, records, stacklevel=4)
+    warn_of_large_delta("target_delta", delta, records, stacklevel=5)
     return delta
 
 
@@ -302,6 +363,7 @@ def _noise_multiplier(
     given: float | None,
     target_epsilon: float | None,
     delta: float,
+    *,
     rate: float,
     steps: int,
     ledger: Ledger | None,
