@@ -227,7 +227,7 @@ class PrivateProbe:
         given = {name: getattr(self, name) for name in shared}
         given["low_pass"] = _RECIPE_FILTER if self.low_pass is None else self.low_pass
         if self.delta is not None:
-            warn_of_large_delta("delta", self.delta, records, stacklevel=5)
+            warn_of_large_delta("delta", self.delta, records, stacklevel=4)
         return ProbeSettings(**given, records=records, blocks=blocks, outputs=outputs)
 
     def finish(self, training: ProbeTraining) -> Self:
