@@ -33,6 +33,7 @@ from pmlf.evidence import ledger
 from pmlf.experiments import runner, tasks
 from pmlf.experiments.spec import MethodOptions, RunSpec
 from pmlf.mechanism import accounting
+from pmlf.mechanism.sampling import LogicalBatch
 from pmlf.step import PrivateStep
 
 TARGET_EPSILON, DELTA, RECORDS, BATCH, CHECKPOINT_EVERY = 4.0, 1e-5, 2000, 20, 3
@@ -148,10 +149,10 @@ def witnessed(path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     first = Countdown(1)
 
-    def noted(self: PrivateStep, step: int | None = None) -> None:
-        if first.is_over() and self._noise.vectors:
+    def noted(self: PrivateStep, batch: LogicalBatch | None = None) -> None:
+        if first.is_over() and self._noise.memory.vectors:
             raise RuntimeError("a process began with noise in its memory")
-        release(self, step)
+        release(self, batch)
         os.pwrite(descriptor, b".", os.fstat(descriptor).st_size)
 
     PrivateStep.release = noted  # type: ignore[method-assign]

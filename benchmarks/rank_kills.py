@@ -33,6 +33,7 @@ from pmlf.engine.clipper import Clipper
 from pmlf.evidence.budget import BudgetGuard
 from pmlf.experiments import runner, tasks
 from pmlf.experiments.spec import RunSpec
+from pmlf.mechanism.sampling import LogicalBatch
 from pmlf.parallel import summing
 from pmlf.parallel.failure import RankFailed
 from pmlf.step import PrivateStep
@@ -70,8 +71,8 @@ def witnessed(path: Path) -> None:
     """A byte in a file for every gradient that this rank has released."""
     release = PrivateStep.release
 
-    def noted(self: PrivateStep, step: int | None = None) -> None:
-        release(self, step)
+    def noted(self: PrivateStep, batch: LogicalBatch | None = None) -> None:
+        release(self, batch)
         with path.open("ab") as file:
             file.write(b".")
 

@@ -26,6 +26,7 @@ from torch.utils.data import TensorDataset
 
 import pmlf
 from pmlf import models
+from pmlf.mechanism.sampling import LogicalBatch
 
 BATCH, TOGETHER, TOKENS, WIDTH = 512, 64, 64, 128
 
@@ -72,9 +73,9 @@ def measured(name: str, steps: int) -> dict[str, float]:
     )
     releasing, release = [0.0], run.private_step.release
 
-    def timed(step: int | None = None) -> None:
+    def timed(batch: LogicalBatch | None = None) -> None:
         begin = time.perf_counter()
-        release(step)
+        release(batch)
         releasing[0] += time.perf_counter() - begin
 
     run.private_step.release = timed  # type: ignore[method-assign]

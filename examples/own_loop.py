@@ -23,7 +23,7 @@ def main() -> None:
     inputs = torch.randn(3000, 20)
     dataset = TensorDataset(inputs, (inputs[:, :2].sum(1) > 0).long())
     model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 2))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.0, 0.999))  # the filter is the momentum
 
     expected_batch_size, steps, delta = 200, 60, 1e-5
     rate = expected_batch_size / len(dataset)
@@ -47,7 +47,7 @@ def main() -> None:
     for batch in sampler.batches(0, steps):
         for micro_batch in batch:  # none at all if the draw is empty: release() comes all the same
             step.accumulate(micro_batch)
-        step.release(batch.step)  # p.grad is now the filtered private gradient
+        step.release(batch)  # p.grad is now the filtered private gradient
         optimizer.step()
         optimizer.zero_grad()
 

@@ -11,6 +11,7 @@ from pmlf import PrivateStep, methods
 from pmlf.basics.batches import select
 from pmlf.filters import LowPass
 from pmlf.mechanism.points import Points, past_iterates
+from pmlf.sampling import LogicalBatch
 from pmlf.shapes import NoiseShape
 from reference import Reference
 from zoo import CASES, make
@@ -83,12 +84,11 @@ def worst_difference(name: str, method_name: str, physical: int, clipping: str =
     batch = case.batch(SAMPLES)
     worst = 0.0
     for t in range(6):
-        drawn = None if t == 2 else select(batch, slice(t % 3, SAMPLES))
+        drawn, size = (None, 0) if t == 2 else (select(batch, slice(t % 3, SAMPLES)), SAMPLES - t % 3)
         if drawn is not None:
-            size = SAMPLES - t % 3
             for start in range(0, size, physical):
                 step.accumulate(select(drawn, slice(start, min(start + physical, size))))
-        step.release(t)
+        step.release(LogicalBatch.whole(t, samples=size, cycle=method.noise.bands))
         expected = reference.step(drawn)
         grads = [p.grad for p in step.trained]
         assert all(g is not None for g in grads)

@@ -184,3 +184,8 @@ def test_best_names_the_argument_that_is_out_of_range(changed: dict[str, float])
     ((name, value),) = changed.items()
     with pytest.raises(ValueError, match=f"{name}={value}"):
         best(**{"records": 100, "batch_size": 10, "steps": 10, "epsilon": 1.0, "delta": 1e-5, **changed})  # type: ignore[arg-type]
+
+
+def test_a_filter_whose_poles_are_near_one_keeps_the_curvature_at_which_it_is_alone() -> None:
+    low_pass = replace(filters.butterworth(4, 0.005), corrected=False)
+    assert 0.0 in usual_workload(low_pass).curvatures and banded(4, workload=usual_workload(low_pass)).bands == 4

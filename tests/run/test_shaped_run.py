@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from pmlf.evidence import ledger as ledgers
 from pmlf.evidence.certificate import examined, sealed
 from pmlf.evidence.certificate_page import page
 from pmlf.filters import LowPass
+from pmlf.mechanism.noise import SecureRandomness, SeededRandomness
+from pmlf.sampling import LogicalBatch, PoissonBatches
 
 RECORDS, BATCH, BANDS, STEPS = 60, 6, 4, 14
 INPUTS = torch.randn(RECORDS, 3, generator=torch.Generator().manual_seed(0))
@@ -130,66 +133,151 @@ def test_a_seeded_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     assert torch.equal(weights(go(resumed)), weights(whole))
 
 
-def test_an_unseeded_run_resumes_with_its_groups_and_an_empty_memory(tmp_path: Path) -> None:
+def test_an_unseeded_run_resumes_with_new_groups_and_an_empty_memory(tmp_path: Path) -> None:
     run = go(start(), 6)
     checkpoint.save(tmp_path / "state", run.state_dict())
     resumed = start()
     resumed.load_state_dict(checkpoint.load(tmp_path / "state"))
-    assert run.private_step._noise.vectors == BANDS - 1 and resumed.private_step._noise.vectors == 0
-    for step in range(BANDS):
-        assert np.array_equal(run._sampler.eligible(step), resumed._sampler.eligible(step))
-    assert go(resumed).budget.run_events == math.ceil(STEPS / BANDS)
+    assert run.private_step._noise.memory.vectors == BANDS - 1 and resumed.private_step._noise.memory.vectors == 0
+    groups = [[each._sampler.eligible(step).tolist() for step in range(BANDS)] for each in (run, resumed)]
+    assert groups[0] != groups[1]
+    assert go(resumed).budget.run_events == 2 + 2  # of 6 and of 8 steps in four groups
 
 
 def test_going_back_to_a_state_empties_the_memory() -> None:
     run = go(start(), 6)
     run.load_state_dict(run.state_dict())
-    assert run.private_step._noise.vectors == 0
+    assert run.private_step._noise.memory.vectors == 0
 
 
 def test_a_copy_of_a_step_does_not_share_the_memory() -> None:
     step = go(start(), 6).private_step
-    assert copy.deepcopy(step)._noise.vectors == 0 and step._noise.vectors == BANDS - 1
+    assert copy.deepcopy(step)._noise.memory.vectors == 0 and step._noise.memory.vectors == BANDS - 1
 
 
-def test_a_run_is_not_resumed_with_its_records_in_another_order() -> None:
-    """One record was in 15 of 16 steps where 4 events were claimed, before groups knew the order of their records."""
-
-    def shuffled(method: str | methods.Method) -> PrivateRun:
-        order = torch.randperm(RECORDS, generator=torch.Generator().manual_seed(1))
-        dataset = TensorDataset(INPUTS[order], (INPUTS[order, 0] > 0).long())
-        return start(method=method, dataset=dataset)
-
-    with pytest.raises(ValueError, match="their order have changed"):
-        shuffled(methods.dp_pmlf(bands=BANDS)).load_state_dict(go(start(), 6).state_dict())
-    white = go(start(method="dp-pmlf"), 6).state_dict()
-    shuffled("dp-pmlf").load_state_dict(white)  # white noise asks for no order
+def shuffled(seed: int) -> TensorDataset:
+    order = torch.randperm(RECORDS, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(INPUTS[order], (INPUTS[order, 0] > 0).long())
 
 
-def own_step(bands: int = BANDS) -> pmlf.PrivateStep:
-    method = methods.lp_dpsgd(bands=bands)
+def test_a_resumed_run_pays_for_the_most_turns_of_any_record_also_in_another_order(tmp_path: Path) -> None:
+    """Groups that were kept let one record be in 15 of 16 steps where 4 events were claimed, if its place changed."""
+    turns: Counter[float] = Counter()
+    state: dict[str, Any] | None = None
+    for process in range(5):
+        with Ledger(tmp_path / "ledger", dataset="records", run="one") as ledger:
+            run = start(dataset=shuffled(process), ledger=ledger, target_epsilon=20.0)
+            if state is not None:
+                run.load_state_dict(checkpoint.load(tmp_path / "state"))
+            for batch in run.batches():
+                members = run._sampler.eligible(batch.step)
+                turns.update(run._sampler._records.dataset.tensors[0][members, 0].tolist())  # type: ignore[attr-defined]
+                run.step(batch)
+                if run.steps_done % 3 == 0:
+                    break
+            state = run.state_dict()
+            checkpoint.save(tmp_path / "state", state)
+            events = run.budget.run_events
+            assert max(turns.values()) <= events and run.private_step.events == events
+            assert examined(run.certificate())[1] is None
+    assert run.steps_done == STEPS - 2 + 2 * (run.steps_done == STEPS) and events >= math.ceil(STEPS / BANDS)
+
+
+def test_a_run_that_goes_back_in_its_process_keeps_its_groups() -> None:
+    run = go(start(target_epsilon=20.0), 6)
+    state = run.state_dict()
+    before = run.budget.run_events
+    run.load_state_dict(state)
+    go(run, 8)
+    assert run.budget.run_events == before == 2  # steps 6 and 7 are the second turns of groups 2 and 3
+
+
+def own_step(bands: int = BANDS, seed: int | None = None) -> pmlf.PrivateStep:
     return pmlf.PrivateStep(
-        nn.Linear(3, 2), losses, method=method, noise_multiplier=2.0, expected_batch_size=BATCH, cycle=bands
+        nn.Linear(3, 2),
+        losses,
+        method=methods.lp_dpsgd(bands=bands) if bands > 1 else "lp-dpsgd",
+        noise_multiplier=2.0,
+        expected_batch_size=BATCH,
+        cycle=bands,
+        generator=None if seed is None else torch.Generator().manual_seed(seed),
     )
+
+
+def own_sampler(cycle: int = BANDS, seed: int | None = None) -> PoissonBatches:
+    randomness = SecureRandomness() if seed is None else SeededRandomness(seed)
+    dataset = TensorDataset(INPUTS, (INPUTS[:, 0] > 0).long())
+    return PoissonBatches(
+        dataset, expected_batch_size=BATCH, randomness=randomness, cycle=cycle, max_physical_batch_size=3
+    )
+
+
+def take(step: pmlf.PrivateStep, batch: LogicalBatch) -> None:
+    for micro_batch in batch:
+        step.accumulate(micro_batch)
+    step.release(batch)
 
 
 def test_no_step_of_shaped_noise_may_be_left_out() -> None:
     """With every seventh step left out, a group was back in fewer than b releases: 10.5 where 9.2 was claimed."""
-    step, batch = own_step(), (INPUTS, torch.zeros(RECORDS, dtype=torch.long))
-    with pytest.raises(ValueError, match="step is missing"):
+    step, sampler = own_step(), own_sampler()
+    batches = sampler.batches(0, 20)
+    for _ in range(3):
+        take(step, next(batches))
+    with pytest.raises(ValueError, match="batch is missing"):
         step.release()
-    for t in range(3):
-        step.accumulate(batch)
-        step.release(t)
-    step.accumulate(batch)
-    step.discard()
-    step.accumulate(batch)
-    with pytest.raises(ValueError, match=r"step=4 is not 3, the step that is due: .* from batches\(3, steps\)"):
-        step.release(4)
-    assert step.releases == 3 and step.pending
-    step.release(3)
-    with pytest.raises(ValueError, match="step=3 is not 4"):
-        step.release(3)
+    next(batches)  # left out
+    with pytest.raises(ValueError, match=r"the batch is of step 4, and step 3 is due: .* from batches\(3, steps\)"):
+        take(step, next(batches))
+    assert step.releases == 3 and not step.pending
+    take(step, next(sampler.batches(3, 20)))
+    with pytest.raises(ValueError, match="the batch is of step 3, and step 4 is due"):
+        take(step, next(sampler.batches(3, 20)))
+
+
+@pytest.mark.parametrize("cycle", [1, BANDS])
+def test_a_batch_that_is_taken_again_after_an_error_counts_each_sample_once(cycle: int) -> None:
+    """Samples from before the error stayed in the sum, and moved it by 2 C when the batch was taken again."""
+    step, sampler = own_step(cycle), own_sampler(cycle)
+    number = next(t for t in range(99) if sum(map(len, sampler.draw(t))) > 3)  # more than one micro-batch
+    batch = next(sampler.batches(number, number + 1))
+    step.accumulate(next(iter(batch)))  # and then an error
+    with pytest.raises(ValueError, match="does not have the samples of this batch, each once"):
+        take(step, next(sampler.batches(number, number + 1)))
+    assert not step.pending and step.releases == 0
+    take(step, next(sampler.batches(number, number + 1)))
+    assert step.releases == 1
+
+
+@pytest.mark.parametrize("cycle", [1, 2])
+def test_a_sampler_with_another_cycle_is_refused(cycle: int) -> None:
+    with pytest.raises(ValueError, match=f"drawn with cycle={cycle} and this step has cycle=4"):
+        take(own_step(), next(own_sampler(cycle).batches(0, 9)))
+
+
+def test_a_new_sampler_begins_a_new_block_and_its_turns_add_up() -> None:
+    step = own_step()
+    for _ in range(3):
+        for batch in own_sampler().batches(0, 5):
+            take(step, batch)
+            assert step._noise.memory.vectors == min(batch.step + 1, BANDS - 1)
+    assert step.releases == 15 and step.events == 6  # two turns of the first group, three times
+    other = own_step()
+    other.load_state_dict(step.state_dict())
+    assert other.events == 6
+
+
+def test_seeded_noise_goes_on_with_its_own_groups_only() -> None:
+    step = own_step(seed=1)
+    for batch in own_sampler(seed=1).batches(0, 3):
+        take(step, batch)
+    with pytest.raises(ValueError, match="drawn from other groups"):
+        take(step, next(own_sampler(seed=2).batches(3, 9)))
+    resumed = own_step(seed=1)
+    resumed.load_state_dict(step.state_dict())
+    with pytest.raises(ValueError, match="the batch is of step 5, and step 3 is due"):
+        take(resumed, next(own_sampler(seed=1).batches(5, 9)))
+    take(resumed, next(own_sampler(seed=1).batches(3, 9)))
 
 
 def test_a_step_goes_on_with_its_own_shape_only() -> None:
@@ -211,7 +299,7 @@ def tensors_in(state: Any) -> list[Tensor]:
 @pytest.mark.parametrize("seed", [None, 1])
 def test_no_state_contains_noise(seed: int | None) -> None:
     run = go(start(seed), 6)
-    secret = [tensor for vector in run.private_step._noise._past for tensor in vector]
+    secret = [tensor for vector in run.private_step._noise.memory._past for tensor in vector]
     assert len(secret) == 2 * (BANDS - 1)
     for tensor in tensors_in(run.state_dict()):
         assert not any(tensor.shape == other.shape and torch.allclose(tensor, other) for other in secret)
@@ -223,7 +311,7 @@ def test_the_noise_of_a_float64_model_has_the_digits_of_float64() -> None:
     mechanism = {"noise_multiplier": 1.0, "expected_batch_size": 1.0}
     step = pmlf.PrivateStep(model, losses, method=method, cycle=4, **mechanism)  # type: ignore[arg-type]
     for t in range(6):  # of empty batches: noise with float32's digits would show any sum that it is added to
-        step.release(t)
+        step.release(LogicalBatch.whole(t, samples=0, cycle=4))
         gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])  # type: ignore[union-attr]
         assert (gradient.float().double() == gradient).sum() <= 1
 

@@ -21,7 +21,7 @@ from pmlf.audit.bounds import FloatArray
 from pmlf.basics.arguments import require_count
 from pmlf.mechanism.filters import LowPass
 from pmlf.mechanism.noise import Randomness, SecureRandomness, SeededRandomness
-from pmlf.mechanism.sampling import PoissonBatches
+from pmlf.mechanism.sampling import LogicalBatch, PoissonBatches
 from pmlf.mechanism.units import Units
 from pmlf.methods import Method
 from pmlf.step import PrivateStep
@@ -224,7 +224,8 @@ def released_sums(
             else:
                 step.accumulate(micro_batch, units=sampler.units.of(indices.numpy()))
             progress(len(micro_batch) / (mechanism.records_per_unit * batch_size * mechanism.releases))
-        step.release(batch.step)
+        claimed = LogicalBatch.whole(batch.step, samples=batch.samples, cycle=mechanism.cycle)
+        step.release(claimed if mechanism.cycle > 1 else None)
         released.append(gradient(model))
         optimizer.step()
     return batch_size * without_filter(mechanism.method.low_pass, released)

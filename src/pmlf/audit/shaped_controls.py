@@ -21,6 +21,7 @@ from pmlf.audit.canaries import (
     released_sums,
 )
 from pmlf.mechanism.noise import Randomness, SeededRandomness, Stream
+from pmlf.mechanism.sampling import LogicalBatch
 from pmlf.mechanism.shape_fit import banded
 from pmlf.methods import dpsgd
 from pmlf.step import PrivateStep
@@ -95,7 +96,7 @@ def memory_shared(claimed: Mechanism, canaries: int, randomness: Randomness, pro
             step.accumulate(dataset.collate([dataset[row] for row in rows]))
         released = []
         for t in range(_BANDS):
-            step.release(t)
+            step.release(LogicalBatch.whole(t, samples=0 if t else len(dataset), cycle=_BANDS))
             released.append(gradient(model))
             progress(1 / (_COPIES * _BANDS))
         whitened = shape.matrix(_BANDS) @ np.stack(released)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pmlf import PrivateStep, methods
 from pmlf.bench.case import Batch, losses, sample_losses
+from pmlf.mechanism.sampling import LogicalBatch
 from pmlf.methods import Method
 
 CLIP_NORM = 1.0
@@ -155,8 +156,12 @@ def _pmlf(method: Method, *, whole_step: bool = False) -> Callable[[nn.Module, B
             expected_batch_size=expected,
             cycle=method.noise.bands,
         )
+
+        def batch_of(samples: int) -> LogicalBatch:
+            return LogicalBatch.whole(step.releases, samples=samples, cycle=method.noise.bands)
+
         for _ in range(method.points.depth):  # releases of empty batches, until all past iterates exist
-            step.release(step.releases)
+            step.release(batch_of(0))
         model.zero_grad(set_to_none=True)
 
         def gradient() -> Sequence[Tensor]:
@@ -165,7 +170,7 @@ def _pmlf(method: Method, *, whole_step: bool = False) -> Callable[[nn.Module, B
             return ()
 
         def release() -> Sequence[Tensor]:
-            step.release(step.releases)
+            step.release(batch_of(repeats * len(batch[1])))
             if whole_step:  # not the clipped sum, but noisy and filtered
                 return ()
             return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

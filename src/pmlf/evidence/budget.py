@@ -200,18 +200,20 @@ class BudgetGuard:
         own = start.plan
         return own.target_epsilon is not None and own.target_epsilon <= target and own.delta == self._plan.delta
 
-    def affords(self, step: int) -> bool:
+    def affords(self, step: int, groups: str = "") -> bool:
         """Whether the total stays within the target epsilon after this event; always True without a target.
 
         Args:
             step: The number of the event in the plan, a step's own number if the plan has no queries.
+            groups: The name of the groups that a cycle draws from in turn.
         """
         target, event = self._plan.target_epsilon, self._plan.event
-        if target is None or self.tally.replays(self._session, step):
+        session = replace(self._session, groups=groups)
+        if target is None or self.tally.replays(session, step):
             return True
         if self._plan.queries:
             return self._affords_beside_queries(step, target)
-        count = self.tally.events.get(event, 0) + self.tally.cost(self._session, step)
+        count = self.tally.events.get(event, 0) + self.tally.cost(session, step)
         beside = {other: n for other, n in self.tally.events.items() if other != event}
         if count > self._affordable or beside != self._beside:  # other runs may spend from the same ledger
             self._beside = beside
@@ -241,9 +243,9 @@ class BudgetGuard:
         """The end of the ledger; None without one."""
         return self._ledger.position
 
-    def spend(self, step: int) -> None:
+    def spend(self, step: int, groups: str = "") -> None:
         """Record that an event is about to be released; with a ledger it is on the disk when this returns."""
-        self._ledger.spend(self._session, step=step)
+        self._ledger.spend(replace(self._session, groups=groups), step=step)
 
     def mirror(self, step: int, position: Position | None) -> None:
         """Count a step that rank 0 has recorded, on another rank."""
@@ -288,10 +290,11 @@ class BudgetGuard:
         if not self._ledger.on_disk:
             seen = self.tally.releases_by_group(self._session.start.beginning)  # in this process
             self._resumed_unseen |= not seen and not self._session.replayable
-            known = seen or [0] * self._plan.bands
-            for group, (least, most) in enumerate(zip(known, state["releases"], strict=False)):
-                for turn in range(least, most):
-                    self._ledger.spend(self._session, step=group + turn * self._plan.bands)
+            for groups, counts in state["releases"].items():
+                known = seen.get(groups, [0] * self._plan.bands)
+                for group, (least, most) in enumerate(zip(known, counts, strict=True)):
+                    for turn in range(least, most):
+                        self.spend(group + turn * self._plan.bands, groups)
 
 
 def continued_noise(ledger: Ledger) -> float | None:

@@ -36,7 +36,7 @@ _REQUIRED = {  # of the line with which a run begins or resumes
     "replayable",
     "first_step",
 }
-_OPTIONAL: Mapping[str, Any] = {"queries": (), "bands": 1, "overflow": 0.0, "unit": RECORD}
+_OPTIONAL: Mapping[str, Any] = {"queries": (), "bands": 1, "groups": "", "overflow": 0.0, "unit": RECORD}
 
 
 def header(dataset: str) -> str:
@@ -61,7 +61,7 @@ def session_text(session: Session) -> str:
     if plan.queries:
         document["queries"] = [asdict(query) | {"event": query.event.document()} for query in plan.queries]
     if plan.bands > 1:
-        document["bands"] = plan.bands
+        document |= {"bands": plan.bands, "groups": session.groups}
     if plan.event.overflow:
         document["overflow"] = plan.event.overflow
     if plan.unit != RECORD:
@@ -197,6 +197,7 @@ def _session(document: Mapping[str, Any]) -> Session:
         isinstance(found["run"], str)
         and isinstance(found["beginning"], str)
         and isinstance(found["unit"], str)
+        and isinstance(found["groups"], str)
         and isinstance(found["replayable"], bool)
         and all(isinstance(number, (int, float)) and math.isfinite(number) and number > 0 for number in numbers)
         and all(rate <= 1 for rate in rates)
@@ -223,7 +224,7 @@ def _session(document: Mapping[str, Any]) -> Session:
         unit=found["unit"],
     )
     start = RunStart(run=found["run"], beginning=found["beginning"], plan=plan)
-    return Session(start=start, replayable=found["replayable"], first_step=found["first_step"])
+    return Session(start=start, replayable=found["replayable"], first_step=found["first_step"], groups=found["groups"])
 
 
 def _query(document: Mapping[str, Any]) -> Query:

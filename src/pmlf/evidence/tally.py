@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pmlf.mechanism.accounting import Event
 
@@ -130,15 +130,18 @@ class Session:
         replayable: Whether a seed makes repeated steps release the same numbers. Such a step counts once for one
             start. Without a seed every step counts every time.
         first_step: The number of the session's first event.
+        groups: The name of the groups that cyclic sampling draws from in turn; "" for plain Poisson sampling. A run
+            that resumes without a seed has new groups.
     """
 
     start: RunStart
     replayable: bool
     first_step: int = 0
+    groups: str = ""
 
     def continues(self, other: Session | None) -> bool:
-        """Whether both are of the same start, whatever their first steps."""
-        return other is not None and (self.start, self.replayable) == (other.start, other.replayable)
+        """Whether both are of the same start and groups, whatever their first steps."""
+        return other is not None and replace(self, first_step=0) == replace(other, first_step=0)
 
 
 class Tally:
@@ -159,7 +162,7 @@ class Tally:
         self._parts: Counter[tuple[RunStart, int]] = Counter()
         self._events: Counter[Event] = Counter()
         self._runs: Counter[str] = Counter()
-        self._groups: dict[RunStart, list[int]] = {}  # releases by group: one group, if sampling is not cyclic
+        self._groups: dict[tuple[RunStart, str], list[int]] = {}  # releases by group: one, if sampling is not cyclic
         self._replayed: dict[tuple[str, str, Event, tuple[Query, ...]], set[int]] = {}
         self._session: Session | None = None
         self._next_step = 0
@@ -186,10 +189,13 @@ class Tally:
         """The number of releases of a run, each counted as often as it happened with fresh noise."""
         return self._runs[run]
 
-    def releases_by_group(self, beginning: str) -> list[int]:
-        """The number of releases in each group, in one start of a run."""
-        found = [groups for start, groups in self._groups.items() if start.beginning == beginning]
-        return [sum(counts) for counts in zip(*found, strict=True)]
+    def releases_by_group(self, beginning: str) -> dict[str, list[int]]:
+        """The number of releases in each group, by the name of the groups, in one start of a run."""
+        found: dict[str, list[int]] = {}
+        for (start, name), counts in self._groups.items():
+            if start.beginning == beginning:
+                found[name] = [sum(pair) for pair in zip(found.get(name, [0] * len(counts)), counts, strict=True)]
+        return found
 
     def replayable(self, start: RunStart) -> bool:
         """Whether the events of a start in the tally come from a seed."""
@@ -214,14 +220,17 @@ class Tally:
         self._starts[start] += 1
         self._parts[start, start.plan.part_of(step)] += cost
         self._events[start.plan.event_at(step)] += cost
-        self._groups.setdefault(start, [0] * start.plan.bands)[step % start.plan.bands] += 1
+        self._groups.setdefault((start, session.groups), [0] * start.plan.bands)[step % start.plan.bands] += 1
         self._runs[start.run] += 1
 
     def cost(self, session: Session, step: int) -> int:
-        """1 if this release adds an event; 0 if it is counted already, or another group has had more releases."""
+        """1 if this release adds an event; 0 if it is counted already, or another group has had more releases.
+
+        A record is in one of the groups, and in another one of each other sampler's: their most releases add up.
+        """
         if self.replays(session, step):
             return 0
-        groups = self._groups.get(session.start, [0])
+        groups = self._groups.get((session.start, session.groups), [0])
         return int(groups[step % len(groups)] == max(groups))
 
     def replays(self, session: Session, step: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pmlf.basics.arguments import is_number, require_count
 from pmlf.basics.batches import to_device
-from pmlf.mechanism.cycles import Groups, refuse_other_order
+from pmlf.mechanism.cycles import EVERYBODY, Groups
 from pmlf.mechanism.events import cyclic
 from pmlf.mechanism.noise import Randomness, SharedRandomness
 from pmlf.mechanism.records import Records
@@ -25,13 +25,35 @@ class LogicalBatch:
     """The samples of one Poisson draw, possibly none. It can be iterated once, which loads the micro-batches lazily.
 
     Made by `PoissonBatches.batches`.
+
+    Attributes:
+        step: The step that it was drawn for.
+        cycle: The number of groups that steps draw from in turn; 1 is plain Poisson sampling.
+        groups: The name of these groups, which tells one sampler's from another's.
+        samples: The number of records that this process loads for it. It is sensitive, unless all are drawn.
     """
 
-    def __init__(self, step: int, chunks: list[NDArray[np.int64]], loaded: Iterator[Any]) -> None:
+    def __init__(
+        self,
+        step: int,
+        chunks: list[NDArray[np.int64]],
+        loaded: Iterator[Any],
+        *,
+        cycle: int = 1,
+        groups: str = EVERYBODY,
+    ) -> None:
         self.step = step
+        self.cycle = cycle
+        self.groups = groups
+        self.samples = sum(map(len, chunks))
         self._chunks = chunks
         self._loaded = loaded
         self._used = False
+
+    @classmethod
+    def whole(cls, step: int, *, samples: int, cycle: int = 1) -> LogicalBatch:
+        """A batch of all samples that there are, for measurements and audits that draw none."""
+        return cls(step, [np.arange(samples)], iter(()), cycle=cycle, groups="whole" if cycle > 1 else EVERYBODY)
 
     def __getstate__(self) -> None:
         raise TypeError("a logical batch is for one step: it cannot be copied or pickled")
@@ -157,7 +179,6 @@ class PoissonBatches:
         self._rank, self._ranks = rank, ranks
         self._drawn: dict[int, NDArray[np.int64]] = {}  # by step, for the steps not done yet
         self._taken: Counter[int] = Counter()  # how often a step was taken
-        self._order_digests: dict[bytes, str | None] = {}  # by the key of the groups
 
     def __getstate__(self) -> None:
         raise TypeError(
@@ -174,11 +195,8 @@ class PoissonBatches:
 
         Yields:
             One logical batch per step, also for an empty draw.
-
-        Raises:
-            RuntimeError: The groups of another state were loaded, and some of these batches may be drawn already.
         """
-        draws, groups = _StepDraws(self, first, steps), self._groups
+        draws = _StepDraws(self, first, steps)
         loader: DataLoader[Any] = DataLoader(
             cast(Dataset[Any], self._records),
             batch_sampler=draws,
@@ -188,9 +206,9 @@ class PoissonBatches:
         )
         loaded = (to_device(micro_batch, self._device) for micro_batch in loader)
         for step in range(first, steps):
-            if self._groups is not groups:
-                raise RuntimeError("the groups of another state were loaded: call batches again")
-            batch = LogicalBatch(step, draws.chunks_of(step), loaded)
+            batch = LogicalBatch(
+                step, draws.chunks_of(step), loaded, cycle=self._groups.cycle, groups=self._groups.name
+            )
             yield batch
             for _ in batch._load():  # skip micro-batches that the caller did not read
                 pass
@@ -227,62 +245,6 @@ class PoissonBatches:
     def eligible(self, step: int) -> NDArray[np.int64]:
         """The indices that a step may draw: those of its group. For audits; it says nothing about what is drawn."""
         return self._groups.at(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The groups of a cycle, and a digest of the records in their order. Keep it as private as the records.
-
-        It has the key of unseeded groups, which tells who is in which group. The first call reads every record once,
-        because a group is of records by their place: in another order they would take part more often.
-        """
-        if self._groups.cycle == 1:
-            return {"groups": None}
-        key = self._groups.key.hex() if self._groups.drawn_once else None
-        return {
-            "groups": {
-                "cycle": self._groups.cycle,
-                "population": self.population,
-                "key": key,
-                "records": self._order_digest(self._groups),
-            }
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the groups of a saved state: a record stays in its group for the whole run.
-
-        Args:
-            state: What `state_dict` returned.
-
-        Raises:
-            ValueError: The state is of a sampler with other groups, or the records or their order have changed.
-        """
-        if "groups" not in state:
-            raise ValueError("the state has no 'groups': give what state_dict() of a sampler returned")
-        saved, own = state["groups"], self._groups
-        if saved is None or own.cycle == 1:
-            if (saved is None) != (own.cycle == 1):
-                raise ValueError("the state and this sampler differ in cycle: build the sampler as it was saved")
-            return
-        if not isinstance(saved, Mapping) or set(saved) != {"cycle", "population", "key", "records"}:
-            raise ValueError("the state's 'groups' are not those of a sampler: give what state_dict() returned")
-        for name, value in (("cycle", own.cycle), ("population", self.population)):
-            if saved[name] != value:
-                raise ValueError(
-                    f"the state has {name}={saved[name]} and this sampler has {value}: a record would not stay in its "
-                    "group. Build the sampler as it was saved"
-                )
-        if (saved["key"] is not None) != own.drawn_once:
-            raise ValueError("the state and this sampler differ in having a seed: build the sampler as it was saved")
-        key = own.key if saved["key"] is None else bytes.fromhex(saved["key"])
-        groups = own if key == own.key else Groups(self.population, own.cycle, self._randomness, key)
-        refuse_other_order(saved["records"], self._order_digest(groups))
-        if groups is not own:
-            self._groups = groups
-            self._drawn.clear()  # draws from other groups
-
-    def _order_digest(self, groups: Groups) -> str | None:
-        if groups.key not in self._order_digests:
-            self._order_digests[groups.key] = groups.order_digest(self._records, self.units)
-        return self._order_digests[groups.key]
 
 
 class _StepDraws:

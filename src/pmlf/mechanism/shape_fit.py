@@ -86,7 +86,9 @@ def usual_workload(low_pass: LowPass, steps: int = _USUAL_STEPS) -> Workload:
     >>> usual_workload(FILTER).curvatures, usual_workload(LowPass(a=(0.9,), b=(1.9,))).curvatures
     ((0.0, 0.02, 0.1, 1.0), (0.0, 0.02, 0.1))
     """
-    stable = tuple(h for h in _CURVATURES if np.max(np.abs(np.roots(_closed_loop(low_pass, h)))) <= 1 + 1e-9)
+    stable = tuple(  # at 0 the loop is open, and the filter is stable
+        h for h in _CURVATURES if h == 0.0 or np.max(np.abs(np.roots(_closed_loop(low_pass, h)))) <= 1 + 1e-9
+    )
     return Workload(steps=steps, low_pass=low_pass, curvatures=stable)
 
 

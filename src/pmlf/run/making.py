@@ -13,34 +13,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pmlf.basics.arguments import (
-    is_number,
     plain,
-    require_count,
-    require_positive,
-    steps_of_epochs,
-    warn_of_large_delta,
 )
 from pmlf.engine.augmentation import Augmentation
 from pmlf.engine.momentum import Clipping
 from pmlf.engine.passes import LossFunction
 from pmlf.engine.plan import Gradients
-from pmlf.evidence.budget import continued_noise
 from pmlf.evidence.ledger import Ledger
-from pmlf.evidence.tally import RECORD, PrivacyPlan
-from pmlf.mechanism import accounting
-from pmlf.mechanism.accounting import Event
+from pmlf.evidence.tally import RECORD
 from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
 from pmlf.mechanism.noise import randomness_from_seed
 from pmlf.mechanism.sampling import PoissonBatches, population
-from pmlf.mechanism.truncation import chance_of_a_cut
 from pmlf.mechanism.units import MOST_RECORDS, Units, require_unit_arguments
 from pmlf.methods import Method, resolve
-from pmlf.parallel.processes import Group, Processes, joined
+from pmlf.parallel.processes import Group, joined
 from pmlf.run.averaging import ParameterAverage
 from pmlf.run.iteration import Epochs
-from pmlf.run.loaders import check_records, loading
+from pmlf.run.loaders import Loading, check_records, loading
 from pmlf.run.names import OF_OPACUS, known_arguments_only, refuse_wrapped
 from pmlf.run.optimizers import check_optimizer
+from pmlf.run.planned import planned
 from pmlf.run.private_run import PrivateRun
 from pmlf.run.scheduling import Interval, checked_interval
 from pmlf.run.sizing import measured_size
@@ -178,11 +170,11 @@ def make_private(
     processes = joined(group, "make_private")
     refuse_wrapped(model, optimizer)
     loads = loading(dataset, plain(batch_size), collate_fn, num_workers)
-    dataset, batch_size, collate_fn, num_workers = loads.dataset, loads.batch_size, loads.collate_fn, loads.num_workers
-    protected_units, records = _protected(dataset, units, max_records_per_unit, unit_name)
+    batch_size = loads.batch_size
+    protected_units, records = _protected(loads.dataset, units, max_records_per_unit, unit_name)
     method = resolve(method)
     bands = method.noise.bands
-    plan = _planned(
+    plan = planned(
         records=records,
         batch_size=batch_size,
         largest_batch=largest_batch,
@@ -221,27 +213,9 @@ def make_private(
         units=protected_units is not None,
         group=processes,
     )
-    processes.require_same(facts_of_records(dataset, collate_fn, lengths, protected_units, processes))
-    loaded_together = check_records(private_step, dataset, collate_fn, lengths)
-    sampler = PoissonBatches(
-        dataset,
-        expected_batch_size=batch_size,
-        randomness=shared_draws(randomness, processes),
-        max_physical_batch_size=measured_size(
-            max_physical_batch_size, private_step, dataset, collate_fn, protected_units
-        ),
-        collate_fn=collate_fn,
-        num_workers=num_workers,
-        device=private_step.trained[0].device,
-        lengths=lengths,
-        together=loaded_together,
-        rank=processes.rank,
-        ranks=processes.size,
-        cycle=bands,
-        # an overflow of 0 is accounted for as whole draws, whatever the number of records
-        largest_batch=largest_batch if plan.event.overflow else None,
-        units=protected_units,
-    )
+    # an overflow of 0 is accounted for as whole draws, whatever the number of records
+    cut_to = largest_batch if plan.event.overflow else None
+    sampler = _sampler(loads, private_step, protected_units, lengths, max_physical_batch_size, cut_to)
     average = _average(ema, private_step)
     budget = budget_of(plan, randomness.reproducible, ledger, processes)
     return PrivateRun(private_step, sampler, optimizer, scheduler, average, budget, interval)
@@ -258,141 +232,33 @@ def _protected(dataset: Any, units: Any, most: int, name: str) -> tuple[Units | 
     return found, found.count
 
 
-def _planned(
-    *,
-    records: int,
-    batch_size: float,
+def _sampler(
+    loads: Loading,
+    step: PrivateStep,
+    units: Units | None,
+    lengths: NDArray[np.int64] | None,
+    size: int | Literal["auto"],
     largest_batch: int | None,
-    epochs: float | None,
-    steps: int | None,
-    target_epsilon: float | None,
-    target_delta: float,
-    noise_multiplier: float | None,
-    bands: int,
-    unit: str,
-    ledger: Ledger | None,
-    processes: Processes,
-) -> PrivacyPlan:
-    """What the run is going to spend, from the arguments of `make_private`; noise is calibrated by rank 0."""
-    delta = _checked_delta(target_delta, records)
-    number = planned_steps(epochs, steps, records, batch_size)
-    rate = _sample_rate(batch_size, records)
-    overflow = chance_of_a_cut(
+) -> PoissonBatches:
+    """The draws of a run, after checks that records do not change each other when they are loaded and collated."""
+    dataset, collate_fn, processes = loads.dataset, loads.collate_fn, step.processes
+    processes.require_same(facts_of_records(dataset, collate_fn, lengths, units, processes))
+    loaded_together = check_records(step, dataset, collate_fn, lengths)
+    return PoissonBatches(
+        dataset,
+        expected_batch_size=loads.batch_size,
+        randomness=shared_draws(step.randomness, processes),
+        max_physical_batch_size=measured_size(size, step, dataset, collate_fn, units),
+        collate_fn=collate_fn,
+        num_workers=loads.num_workers,
+        device=step.trained[0].device,
+        lengths=lengths,
+        together=loaded_together,
+        rank=processes.rank,
+        ranks=processes.size,
+        cycle=step.settings.cycle,
         largest_batch=largest_batch,
-        records=records,
-        batch_size=batch_size,
-        steps=number,
-        epsilon=target_epsilon,
-        delta=delta,
-        bands=bands,
-        processes=processes.size,
-    )
-    noise = processes.by_first(
-        lambda: _noise_multiplier(
-            noise_multiplier,
-            target_epsilon,
-            delta,
-            rate=rate,
-            steps=number,
-            ledger=ledger,
-            bands=bands,
-            overflow=overflow,
-        )
-    )
-    return PrivacyPlan(
-        event=Event(noise_multiplier=noise, sample_rate=accounting.cyclic(rate, number, bands)[0], overflow=overflow),
-        steps=number,
-        delta=delta,
-        target_epsilon=target_epsilon,
-        bands=bands,
-        unit=unit,
-    )
-
-
-def planned_steps(epochs: float | None, steps: int | None, records: int, batch_size: float) -> int:
-    """The number of steps T that a run plans, from `epochs` or from `steps`.
-
-    Args:
-        epochs: How often each record is drawn on average, or None.
-        steps: The number of steps, or None.
-        records: The number of records, n.
-        batch_size: The expected batch size, B.
-
-    Returns:
-        T, which is ceil(epochs * n / B) if epochs are given.
-
-    Raises:
-        ValueError: Both or neither are given, or one is out of range.
-
-    >>> planned_steps(2, None, 120, 50)
-    5
-    """
-    if (epochs is None) == (steps is None):
-        raise ValueError(f"epochs={epochs} and steps={steps} were given: give epochs or steps, one of the two")
-    if steps is not None:
-        require_count("steps", steps, "it is the number of noisy gradients to release")
-        return steps
-    assert epochs is not None
-    return steps_of_epochs(epochs, records, batch_size)
-
-
-def _checked_delta(delta: float, records: int) -> float:
-    if not (is_number(delta) and 0.0 < delta < 1.0):
-        raise ValueError(
-            f"target_delta={delta} is not in (0, 1): give a number well below 1/n, here below {1.0 / records:.2g}"
-        )
-    warn_of_large_delta("target_delta", delta, records, stacklevel=5)
-    return delta
-
-
-def _sample_rate(batch_size: float, records: int) -> float:
-    if not (is_number(batch_size) and 0.0 < batch_size <= records):
-        raise ValueError(
-            f"batch_size={batch_size} is not in (0, {records}]: it is the expected number of samples in a step, at "
-            "most the size of the dataset"
-        )
-    if batch_size / records < accounting.LEAST_RATE:
-        raise ValueError(
-            f"batch_size={batch_size} of {records} records is a sampling rate below {accounting.LEAST_RATE:g}, too "
-            "small to account for: give a larger batch_size"
-        )
-    return batch_size / records
-
-
-def _noise_multiplier(
-    given: float | None,
-    target_epsilon: float | None,
-    delta: float,
-    *,
-    rate: float,
-    steps: int,
-    ledger: Ledger | None,
-    bands: int,
-    overflow: float,
-) -> float:
-    """The noise multiplier as given, or that of the run that the ledger continues, or calibrated to the target."""
-    if not (ledger is None or isinstance(ledger, Ledger)):
-        raise ValueError(f"ledger={ledger!r} is not a ledger: give pmlf.Ledger(path, dataset='...')")
-    if (target_epsilon is None) == (given is None):
-        raise ValueError(
-            f"target_epsilon={target_epsilon} and noise_multiplier={given} were given: give target_epsilon or "
-            "noise_multiplier, one of the two"
-        )
-    if given is None and ledger is not None:
-        given = continued_noise(ledger)
-    if given is not None:
-        require_positive("noise_multiplier", given, "without noise nothing is private")
-        accounting.check_mechanism(given, accounting.cyclic(rate, steps, bands)[0], steps)
-        return given
-    assert target_epsilon is not None
-    return accounting.noise_multiplier(
-        target_epsilon=target_epsilon,
-        target_delta=delta,
-        sample_rate=rate,
-        steps=steps,
-        spent=None if ledger is None else ledger.tally.events,
-        bands=bands,
-        overflow=overflow,
+        units=units,
     )
 
 

@@ -61,5 +61,8 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, method: Method) -> N
 
 def _momentum(optimizer: Optimizer) -> float:
     """The largest decay of past gradients, under the names that torch's optimizers give it: 0 if there is none."""
-    decays = (group.get("momentum", group.get("betas", (0.0,))[0]) for group in optimizer.param_groups)
+    decays = (
+        group.get("momentum") or group.get("beta1") or (group.get("betas") or (0.0,))[0]
+        for group in optimizer.param_groups
+    )
     return max((float(decay or 0.0) for decay in decays), default=0.0)

@@ -27,7 +27,6 @@ _STATE = (  # the entries of PrivateRun.state_dict()
     "mechanism",
     "max_physical_batch_size",
     "spending",
-    "sampler",
     "private_step",
     "model",
     "optimizer",
@@ -165,10 +164,11 @@ class PrivateRun:
 
     def _issued(self) -> Iterator[LogicalBatch]:
         for batch in self._sampler.batches(self.steps_done, self.steps):
-            if not affords(self.budget, batch.step, self.processes):
+            if not affords(self.budget, batch, self.processes):
                 break
             self._due = batch
             yield batch
+            self._refuse_lost_release()
             if self.steps_done == batch.step:
                 raise RuntimeError(
                     f"the batch of step {batch.step} was drawn but not stepped: pass every batch to run.step, also an "
@@ -211,7 +211,7 @@ class PrivateRun:
                     known = None if indices is None else self._sampler.units
                     units = None if known is None or indices is None else known.of(indices.numpy())
                     self.private_step.accumulate(micro_batch, samples=indices, units=units)
-            spend(self.budget, batch.step, self.processes)  # on the disk before the release
+            spend(self.budget, batch, self.processes)  # on the disk before the release
         except BaseException:
             if self._due is None:
                 self.private_step.discard()
@@ -219,7 +219,7 @@ class PrivateRun:
         self._between_steps = False
         self._sampler.passed(batch.step)
         self._released += 1
-        self.private_step.release(batch.step)
+        self.private_step.release(batch)
         if self.callbacks:
             self.callbacks.released(self.steps_done, self._epoch, self.optimizer, self.private_step.trained)
         self.optimizer.step()
@@ -233,8 +233,7 @@ class PrivateRun:
 
     def _refuse_other(self, batch: LogicalBatch) -> None:
         """Raise unless the batch is the one that is due, and nothing was done outside of the run."""
-        if self._lost_release:
-            raise RuntimeError("a release was interrupted, and its event is spent: load a saved state of the run")
+        self._refuse_lost_release()
         if not isinstance(batch, LogicalBatch) or batch is not self._due or batch.used:
             raise ValueError(
                 "this batch was not issued by run.batches(), or was used already: pass each issued batch to run.step "
@@ -325,8 +324,6 @@ class PrivateRun:
     def state_dict(self) -> dict[str, Any]:
         """The state of the run between two steps: released values, never a pending sum, noise, its key or a sample.
 
-        With cyclic sampling and without a seed it has the key of the records' groups: keep it as private as they are.
-
         Raises:
             RuntimeError: A step was interrupted halfway, or `private_step` was released outside of the run.
         """
@@ -337,7 +334,6 @@ class PrivateRun:
             "mechanism": saved_mechanism(self),
             "max_physical_batch_size": self.max_physical_batch_size,
             "spending": self.budget.state_dict(),
-            "sampler": self._sampler.state_dict(),
             "private_step": self.private_step.state_dict(),
             # copies, because torch's state dicts share their tensors with the running objects
             "model": copy.deepcopy(self.model.state_dict()),
@@ -370,7 +366,6 @@ class PrivateRun:
         self.budget.load_state_dict(state["spending"])
         if self.private_step.randomness.reproducible:  # rounding and dropout depend on the micro-batches
             self._sampler.max_physical_batch_size = state["max_physical_batch_size"]
-        self._sampler.load_state_dict(state["sampler"])
         self.private_step.load_state_dict(state["private_step"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
@@ -388,6 +383,10 @@ class PrivateRun:
     @property
     def _lost_release(self) -> bool:
         return not self.between_steps and self.private_step.releases == self._released - 1
+
+    def _refuse_lost_release(self) -> None:
+        if self._lost_release:
+            raise RuntimeError("a release was interrupted, and its event is spent: load a saved state of the run")
 
     def _refuse_foreign_releases(self) -> None:
         if self.private_step.releases != self._released and not self._lost_release:

@@ -17,6 +17,7 @@ from pmlf.evidence.tally import PrivacyPlan
 from pmlf.mechanism.digests import spread_digest
 from pmlf.mechanism.noise import Randomness, SharedRandomness
 from pmlf.mechanism.records import Collate
+from pmlf.mechanism.sampling import LogicalBatch
 from pmlf.mechanism.units import Units
 from pmlf.parallel.processes import Processes
 
@@ -37,12 +38,12 @@ def budget_of(plan: PrivacyPlan, replayable: bool, ledger: Ledger | None, proces
     return budget if processes.rank == 0 else BudgetGuard(plan, replayable=replayable, mirrored=account)
 
 
-def affords(budget: BudgetGuard, step: int, processes: Processes) -> bool:
+def affords(budget: BudgetGuard, batch: LogicalBatch, processes: Processes) -> bool:
     """Rank 0's word on whether the budget has room for a step."""
-    return processes.by_first(lambda: budget.affords(step))
+    return processes.by_first(lambda: budget.affords(batch.step, groups=batch.groups))
 
 
-def spend(budget: BudgetGuard, step: int, processes: Processes) -> None:
+def spend(budget: BudgetGuard, batch: LogicalBatch, processes: Processes) -> None:
     """Rank 0 records the event of a step; the other ranks wait for its word and count the same.
 
     Raises:
@@ -50,17 +51,17 @@ def spend(budget: BudgetGuard, step: int, processes: Processes) -> None:
     """
 
     def record() -> Position | None:
-        if not budget.affords(step):
+        if not budget.affords(batch.step, groups=batch.groups):
             raise RuntimeError(
                 "another run has spent from the same ledger since this batch was drawn, and the target epsilon leaves "
                 "no room for this step: stop here"
             )
-        budget.spend(step)
+        budget.spend(batch.step, groups=batch.groups)
         return budget.position
 
     position = processes.by_first(record)
     if processes.rank > 0:
-        budget.mirror(step, position)
+        budget.mirror(batch.step, position)
 
 
 def facts_of_plan(

@@ -37,17 +37,17 @@ from pmlf.engine.strategy import Strategy
 from pmlf.mechanism.adaptive_clipping import AdaptiveClipping
 from pmlf.mechanism.filters import FilterMemory
 from pmlf.mechanism.noise import Randomness, randomness_from
-from pmlf.mechanism.noise_memory import NoiseMemory
 from pmlf.mechanism.points import History
 from pmlf.mechanism.sampling import LogicalBatch
 from pmlf.methods import Method, resolve
 from pmlf.parallel.agreement import Agreement, facts_of
 from pmlf.parallel.processes import Group, Processes, joined
 from pmlf.parallel.shards import ParameterShards, placement_of
-from pmlf.parallel.summing import Part
 from pmlf.step.accumulation import Accumulation
 from pmlf.step.point_passes import PointPasses
+from pmlf.step.release_noise import ReleaseNoise
 from pmlf.step.settings import StepSettings
+from pmlf.step.turns import Turns
 
 
 class PrivateStep:
@@ -57,7 +57,7 @@ class PrivateStep:
     which leaves the private gradient in `p.grad` of every trainable parameter. Then call `optimizer.step()`.
 
     Guarantees: one sample moves the sum before noise by at most C; noise of standard deviation noise_multiplier * C is
-    added once per release. It cannot see how the batch was drawn: use `pmlf.sampling.PoissonBatches` or `make_private`.
+    added once per release. Batches must be Poisson-drawn, by `pmlf.sampling.PoissonBatches`.
 
     Args:
         model: The model to train. Its trainable parameters must not change between `accumulate` and `release`.
@@ -151,8 +151,8 @@ class PrivateStep:
         )
         self._clip_norm = self._settings.clip_norms()
         self._history, self._filter = History(points.depth), FilterMemory(self._settings.method.low_pass)
-        self._noise = NoiseMemory(self._settings.method.noise, self._randomness)
-        self._releases, self._torn = 0, False
+        self._noise = ReleaseNoise(self._settings, self._randomness, self._placement)
+        self._turns, self._releases, self._torn = Turns(self._settings.cycle), 0, False
         self._pending: PendingSum | None = None
         self._agreement = Agreement(self._processes, self._placement.iterate, self._forget)
         self._first_look = FirstLook(self._subject, gradients, augmentation, assumed=assume_independent_samples)
@@ -211,6 +211,11 @@ class PrivateStep:
     def releases(self) -> int:
         """The number of private gradients released so far."""
         return self._releases
+
+    @property
+    def events(self) -> int:
+        """What the releases so far are accounted as: with a cycle, the turns of the group that had most."""
+        return self._turns.events
 
     @property
     def pending(self) -> bool:
@@ -284,14 +289,15 @@ class PrivateStep:
         """The pending sum before noise, None of no samples. For tests and audits: it must not be shown or kept."""
         return None if self._pending is None else self._pending.total
 
-    def release(self, step: int | None = None) -> None:
+    def release(self, batch: LogicalBatch | None = None) -> None:
         """Add noise, divide by the expected batch size, filter, and leave the result in `p.grad`; forget the sum.
 
-        `step` is the step that the batch was drawn for, `batch.step`. With a cycle it must be given, and be the number
-        of releases before: if a step were left out, groups would come back too early for the noise.
+        `batch` is the logical batch that was accumulated. If it is given, a sum of other samples is refused and
+        forgotten. With a cycle it must be given, and be the next one: see `Turns`.
         """
         self._refuse_torn()
-        self._settings.refuse_other_step(step, due=self._releases)
+        with self._agreement.sharing_errors(self._releases):
+            self._check_turn(batch)
         self._agreement.synchronize(self._releases)
         anatomy, asked = Anatomy(self.model), Questions()
         named, _ = self._unchanged(anatomy, asked)
@@ -303,18 +309,7 @@ class PrivateStep:
             total = self._clipper.nothing(dict(zip(named, parameters, strict=True)))
         values = [total.values[name] for name in self._plan.parameters]
         dtypes = [torch.promote_types(parameter.dtype, torch.float32) for parameter in parameters]
-        noise, hardened = self._randomness.stream("noise", self._releases), self._settings.secure_noise
-        std = self._settings.sum_multiplier * total.sensitivity
-
-        def add_noise(value: Tensor, part: Part) -> None:
-            if std > 0.0:
-                noise.seek(part.word)
-                noise.add_gaussian_(value, std, hardened=hardened)
-
-        if self._settings.cycle == 1:
-            self._placement.add_up(values, add_noise, hardened=hardened)
-        else:
-            self._noise.add_(values, std, release=self._releases, hardened=hardened, wide=torch.float64 in dtypes)
+        self._noise.add_(values, total.sensitivity, dtypes, release=self._releases)
         values = [value.to(dtype) for value, dtype in zip(values, dtypes, strict=True)]
         self._history.remember(parameters)
         filtered = self._filter.apply(values, scale=1 / self._settings.expected_batch_size)
@@ -324,6 +319,7 @@ class PrivateStep:
             parameter.grad = self._placement.as_gradient(value.to(parameter.dtype), parameter)
         self._clipper.clip_norm = self._clip_norm.after(total.within, self._randomness, self._releases)
         self._clipper.give_away(total)  # to the filter or p.grad: no later sum is written where somebody can see it
+        self._turns.take(batch)
         self._pending, self._releases, self._torn = None, self._releases + 1, False
 
     def discard(self) -> None:
@@ -334,6 +330,14 @@ class PrivateStep:
     def _forget(self) -> None:
         self._pending = None
 
+    def _check_turn(self, batch: LogicalBatch | None) -> None:
+        held, self._pending = self._pending, None  # a sum that is refused is forgotten
+        due = self._releases if self._randomness.reproducible else None
+        self._turns.check(batch, samples=0 if held is None else held.samples, due=due)
+        self._pending = held
+        if self._turns.begins(batch):
+            self._noise.begin()
+
     def state_dict(self) -> dict[str, Any]:
         """Step count, filter memory and past iterates: released values only. Raises while a sum is pending."""
         self._refuse_torn()
@@ -343,6 +347,7 @@ class PrivateStep:
             "method": self._settings.method.name,
             "shape": list(self._settings.method.noise.coefficients),
             "releases": self._releases,
+            "turns": self._turns.state_dict(),
             "filter": self._filter.state_dict(),
             "history": self._history.state_dict(),
             **self._clip_norm.state_dict(),
@@ -358,7 +363,8 @@ class PrivateStep:
         memory.load_state_dict(state["filter"])
         self._clipper.clip_norm = self._clip_norm.load_state_dict(state)
         self._history, self._filter, self._releases = history, memory, state["releases"]
-        self._noise = NoiseMemory(self._settings.method.noise, self._randomness)
+        self._turns.load_state_dict(state["turns"])
+        self._noise.begin()
         self._pending, self._torn = None, False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -379,14 +385,10 @@ class PrivateStep:
 
     def _facts(self, gradients: Gradients) -> dict[str, str]:
         """What all ranks must have in common."""
-        plain = self._passes.augmentation is None
         with self._placement.whole_parameters():
-            of_model = facts_of(self.model)
-        return {
-            **of_model,
-            "setting of the step": f"{self._settings} {gradients}, plain: {plain}, watched: {self.watched}",
-            "seed": str(self._randomness.identity),
-        }
+            facts = facts_of(self.model)
+        setting = f"{self._settings} {gradients}, plain: {not self._passes.augmentation}, watched: {self.watched}"
+        return {**facts, "setting of the step": setting, "seed": str(self._randomness.identity)}
 
     def _unchanged(self, anatomy: Anatomy, questions: Questions) -> tuple[dict[str, nn.Parameter], Fingerprint]:
         """The trainable parameters by name, and the fingerprint of all; refused if they are others than at the start,

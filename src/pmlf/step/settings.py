@@ -73,26 +73,9 @@ class StepSettings:
                 f"leave cycle out, or give a method with bands={self.cycle}"
             )
 
-    def refuse_other_step(self, step: int | None, *, due: int) -> None:
-        """Raise ValueError if a batch was drawn for another step than the one that is due.
-
-        With a cycle, leaving a step out would bring the next groups back too early: a record would take part twice in
-        b releases in a row.
-        """
-        if step is None and self.cycle > 1:
-            raise ValueError(
-                f"step is missing: shaped noise needs the groups of cycle={self.cycle} in turn, and the step of a "
-                "batch says whose turn it is. Call release(batch.step)"
-            )
-        if step is not None and step != due:
-            raise ValueError(
-                f"step={step} is not {due}, the step that is due: take all steps in order, also one with an empty "
-                f"batch, and one that failed again, from batches({due}, steps)"
-            )
-
     def refuse_other_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless a saved state of a step is of the same method, with the same noise shape."""
-        for name in ("method", "shape", "releases", "filter", "history"):
+        for name in ("method", "shape", "releases", "turns", "filter", "history"):
             if name not in state:
                 raise ValueError(f"the state has no {name!r}: give what state_dict() of this version returned")
         if state["method"] != self.method.name:

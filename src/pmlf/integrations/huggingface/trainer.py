@@ -39,7 +39,7 @@ from pmlf.mechanism.sampling import population
 from pmlf.parallel.agreement import begin_alike
 from pmlf.parallel.processes import joined
 from pmlf.run import PrivateRun, make_private
-from pmlf.run.making import planned_steps
+from pmlf.run.planned import planned_steps
 
 STATE_FILE = "private_run.safetensors"
 CERTIFICATE_FILE = "certificate.json"
