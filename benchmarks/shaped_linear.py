@@ -41,7 +41,7 @@ from pmlf.filters import FilterMemory
 from pmlf.mechanism.noise import SeededRandomness
 from pmlf.mechanism.noise_memory import NoiseMemory
 from pmlf.methods import Method
-from pmlf.sampling import PoissonBatches
+from pmlf.sampling import LogicalBatch, PoissonBatches
 from pmlf.shapes import best
 
 BATCH, STEPS, CLIP, DELTA, DECAY = 1000, 400, 0.5, 1e-5, 0.99
@@ -157,7 +157,7 @@ def check(data: Any) -> None:
             for t in range(3):
                 part = slice(200 * t, 200 * t + 300)
                 step.accumulate((x[part].float(), y[part]))
-                step.release()
+                step.release(LogicalBatch.whole(t, samples=300, cycle=cycle))
                 optimizer.step()
                 run.update(clipped_sums([run], x[part].float(), y[part], t)[0].clone(), t)
             difference = float((model.weight.detach().T - run.iterates[0]).norm() / run.iterates[0].norm())
