@@ -26,7 +26,7 @@ from pmlf.cli.filter import Filter
 from pmlf.cli.main import main
 from pmlf.cli.training import Compare, Train
 from pmlf.experiments.spec import RunSpec, flag
-from pmlf.run import making
+from pmlf.run import planned
 
 COMMANDS = {"train": Train, "compare": Compare, "account": Account, "filter": Filter, "audit": Audit}
 QUICK = ["--model", "linear", "--steps", "2", "--batch-size", "20"]
@@ -427,7 +427,7 @@ def test_account_without_options_is_train_without_options(call: Call) -> None:
 
 def training_steps(spec: RunSpec) -> int:
     """T as the training itself counts it."""
-    return making.planned_steps(spec.epochs, spec.steps, 12_000, spec.batch_size)
+    return planned.planned_steps(spec.epochs, spec.steps, 12_000, spec.batch_size)
 
 
 def test_account_refuses_in_one_line(call: Call) -> None:
