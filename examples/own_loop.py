@@ -51,9 +51,9 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    spent = accounting.epsilon(noise_multiplier=noise_multiplier, sample_rate=rate, steps=step.releases, delta=delta)
+    spent = accounting.epsilon(noise_multiplier=noise_multiplier, sample_rate=rate, steps=step.events, delta=delta)
     accuracy = pmlf.evaluate(model, dataset)
-    print(f"{step.releases} releases, noise multiplier {noise_multiplier:.3f}, epsilon {spent:.2f} at delta {delta:g}")
+    print(f"{step.events} releases, noise multiplier {noise_multiplier:.3f}, epsilon {spent:.2f} at delta {delta:g}")
     print(f"accuracy {accuracy:.2f} on the synthetic training records (never print this for private ones)")
 
 

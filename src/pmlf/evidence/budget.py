@@ -201,7 +201,7 @@ class BudgetGuard:
         return own.target_epsilon is not None and own.target_epsilon <= target and own.delta == self._plan.delta
 
     def affords(self, step: int, groups: str = "") -> bool:
-        """Whether the total stays within the target epsilon after this event; always True without a target.
+        """Whether the total stays within the target epsilon after this event; without a target, within the plan.
 
         Args:
             step: The number of the event in the plan, a step's own number if the plan has no queries.
@@ -209,8 +209,11 @@ class BudgetGuard:
         """
         target, event = self._plan.target_epsilon, self._plan.event
         session = replace(self._session, groups=groups)
-        if target is None or self.tally.replays(session, step):
+        if self.tally.replays(session, step):
             return True
+        if target is None:  # a restart can cost an event of shaped noise, which the plan has not
+            own = self.tally.parts_of(session.start)[-1] + self.tally.cost(session, step)
+            return self._plan.bands == 1 or own <= self._plan.parts[-1][1]
         if self._plan.queries:
             return self._affords_beside_queries(step, target)
         count = self.tally.events.get(event, 0) + self.tally.cost(session, step)

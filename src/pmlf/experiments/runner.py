@@ -264,7 +264,7 @@ def _check_model(model: nn.Module, task: Task, spec: RunSpec, show: Callable[[Ch
 def _restore(private: PrivateRun, state: dict[str, Any]) -> None:
     planned = state["mechanism"]["steps"]
     private.load_state_dict(state)
-    if private.steps != planned and not private.budget.affords(private.steps_done):
+    if private.steps != planned and not private.budget.affords(private.steps_done, groups=private.groups):
         raise ValueError(
             f"the run was planned for {planned} steps. To change that to {private.steps} during the run takes an RDP "
             f"filter, by which epsilon={private.budget.plan.target_epsilon} has no room for another step: resume "

@@ -41,6 +41,7 @@ class LogicalBatch:
         *,
         cycle: int = 1,
         groups: str = EVERYBODY,
+        passed: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.step = step
         self.cycle = cycle
@@ -48,7 +49,8 @@ class LogicalBatch:
         self.samples = sum(map(len, chunks))
         self._chunks = chunks
         self._loaded = loaded
-        self._used = False
+        self._passed = passed
+        self._used = self._released = False
 
     @classmethod
     def whole(cls, step: int, *, samples: int, cycle: int = 1) -> LogicalBatch:
@@ -62,6 +64,16 @@ class LogicalBatch:
     def used(self) -> bool:
         """Whether it was iterated."""
         return self._used
+
+    @property
+    def released(self) -> bool:
+        """Whether its sum was released."""
+        return self._released
+
+    def release(self) -> None:
+        """Mark it as released: its sampler forgets the draw, so that the same step is drawn anew."""
+        self._released = True
+        self._passed(self.step)
 
     @property
     def micro_batches(self) -> int:
@@ -207,7 +219,12 @@ class PoissonBatches:
         loaded = (to_device(micro_batch, self._device) for micro_batch in loader)
         for step in range(first, steps):
             batch = LogicalBatch(
-                step, draws.chunks_of(step), loaded, cycle=self._groups.cycle, groups=self._groups.name
+                step,
+                draws.chunks_of(step),
+                loaded,
+                cycle=self._groups.cycle,
+                groups=self._groups.name,
+                passed=self.passed,
             )
             yield batch
             for _ in batch._load():  # skip micro-batches that the caller did not read
@@ -241,6 +258,11 @@ class PoissonBatches:
         if self._lengths is not None:
             chosen = chosen[np.argsort(self._lengths[chosen], kind="stable")]
         return [chosen[i : i + size] for i in range(0, len(chosen), size)][self._rank :: self._ranks]
+
+    @property
+    def groups(self) -> str:
+        """The name of the groups that a cycle draws from in turn."""
+        return self._groups.name
 
     def eligible(self, step: int) -> NDArray[np.int64]:
         """The indices that a step may draw: those of its group. For audits; it says nothing about what is drawn."""

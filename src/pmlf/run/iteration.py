@@ -99,7 +99,7 @@ def remaining_epochs(run: PrivateRun) -> Iterator[Epoch]:
         end = planned.end(number)
         yield Epoch(number, batches, partial(_left, run, end))
         if run.steps_done < end:
-            if not run.budget.affords(run.steps_done):
+            if not run.budget.affords(run.steps_done, groups=run.groups):
                 break
             raise RuntimeError(
                 f"epoch {number} has {end - run.steps_done} steps left: pass all its batches to run.step, or leave the "

@@ -134,6 +134,11 @@ class PrivateRun:
         return self._sampler.max_physical_batch_size
 
     @property
+    def groups(self) -> str:
+        """The name of the groups of records that shaped noise draws from in turn."""
+        return self._sampler.groups
+
+    @property
     def largest_batch(self) -> int | None:
         """The number of records to which a larger draw is cut; None if nothing is cut."""
         return self._sampler.largest_batch
@@ -235,10 +240,7 @@ class PrivateRun:
         """Raise unless the batch is the one that is due, and nothing was done outside of the run."""
         self._refuse_lost_release()
         if not isinstance(batch, LogicalBatch) or batch is not self._due or batch.used:
-            raise ValueError(
-                "this batch was not issued by run.batches(), or was used already: pass each issued batch to run.step "
-                "once"
-            )
+            raise ValueError("this batch was not issued by run.batches(), or was used already: pass each one once")
         if batch.step != self.steps_done:
             raise ValueError(
                 f"this batch belongs to step {batch.step}, and step {self.steps_done} is next: call run.batches() again"
@@ -363,6 +365,7 @@ class PrivateRun:
             )
         if (state["average"] is None) != (self._average is None):
             raise ValueError("the state and this run differ in keeping an average: build the run with the same ema")
+        self.private_step.settings.refuse_other_state(state["private_step"])
         self.budget.load_state_dict(state["spending"])
         if self.private_step.randomness.reproducible:  # rounding and dropout depend on the micro-batches
             self._sampler.max_physical_batch_size = state["max_physical_batch_size"]

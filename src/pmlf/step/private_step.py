@@ -292,19 +292,20 @@ class PrivateStep:
     def release(self, batch: LogicalBatch | None = None) -> None:
         """Add noise, divide by the expected batch size, filter, and leave the result in `p.grad`; forget the sum.
 
-        `batch` is the logical batch that was accumulated. If it is given, a sum of other samples is refused and
-        forgotten. With a cycle it must be given, and be the next one: see `Turns`.
+        `batch` is the logical batch that was accumulated. If it is given, a sum of another number of samples is refused
+        and forgotten. With a cycle it must be given, and be the next one: see `Turns`.
         """
         self._refuse_torn()
         with self._agreement.sharing_errors(self._releases):
             self._check_turn(batch)
-        self._agreement.synchronize(self._releases)
+        (self._agreement.synchronize if batch is None else self._agreement.synchronize_again)(self._releases)
         anatomy, asked = Anatomy(self.model), Questions()
         named, _ = self._unchanged(anatomy, asked)
         asked.answer()
         parameters = [self._placement.local_part(parameter) for parameter in named.values()]
         total = self.sensitive_sum()
         self._torn = True
+        self._turns.take(batch)  # before the noise: a release that is interrupted is counted
         if total is None:  # an empty batch is a step like any other
             total = self._clipper.nothing(dict(zip(named, parameters, strict=True)))
         values = [total.values[name] for name in self._plan.parameters]
@@ -319,7 +320,6 @@ class PrivateStep:
             parameter.grad = self._placement.as_gradient(value.to(parameter.dtype), parameter)
         self._clipper.clip_norm = self._clip_norm.after(total.within, self._randomness, self._releases)
         self._clipper.give_away(total)  # to the filter or p.grad: no later sum is written where somebody can see it
-        self._turns.take(batch)
         self._pending, self._releases, self._torn = None, self._releases + 1, False
 
     def discard(self) -> None:

@@ -1,7 +1,8 @@
-"""Whose turn it is: the steps of cyclic sampling in order, and what they are accounted as."""
+"""Whose turn it is: the steps of cyclic sampling in order, and what the releases are accounted as."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -32,18 +33,29 @@ class Turns:
 
     def __init__(self, cycle: int) -> None:
         self._cycle = cycle
-        self._counts: dict[str, list[int]] = {}  # releases by group, by the name of the groups
+        self._line = secrets.token_hex(8)  # of this object: a copy and a restart are other lines
+        self._earlier: dict[str, int] = {}  # events of the lines whose states this one goes on from
+        self._counts: dict[str, list[int]] = {}  # releases of this line by group, by the name of the groups
         self._groups: str | None = None  # the groups of the release before
-        self._next = 0  # the step after it
+        self._next: int | None = None  # the step after it; None after a loaded state, where a new block begins
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "_line": secrets.token_hex(8),
+            "_earlier": {self._line: self.events},
+            "_counts": {},
+            "_next": None,
+        }
 
     @property
     def events(self) -> int:
-        """The number of events to account for: the most turns of a group, added up over samplers."""
-        return sum(map(max, self._counts.values()))
+        """The number of events to account for: the most turns of a group, added up over samplers and lines."""
+        return sum(self._earlier.values()) + sum(map(max, self._counts.values()))
 
     def begins(self, batch: LogicalBatch | None) -> bool:
-        """Whether the batch begins a block: its groups are not those of the release before."""
-        return batch is not None and batch.groups != self._groups
+        """Whether the batch begins a block of the noise."""
+        return batch is not None and (self._next is None or batch.groups != self._groups)
 
     def check(self, batch: LogicalBatch | None, *, samples: int, due: int | None) -> None:
         """Compare the batch that a sum is of with the one that must come next.
@@ -65,24 +77,26 @@ class Turns:
             return
         if not isinstance(batch, LogicalBatch):
             raise ValueError(f"batch is a {type(batch).__name__}: give the batch that PoissonBatches issued")
+        if batch.released:
+            raise ValueError(f"the batch of step {batch.step} was released already: a draw is for one release")
         if batch.cycle != self._cycle:
             raise ValueError(
                 f"the batch is drawn with cycle={batch.cycle} and this step has cycle={self._cycle}: give both the "
-                f"number of bands of the noise"
+                "number of bands of the noise"
             )
         if batch.samples != samples:  # without the numbers, which are sensitive
             raise ValueError(
-                "the sum does not have the samples of this batch, each once. It is forgotten: take the whole batch "
-                f"again, from batches({batch.step}, steps)"
+                "the sum does not have as many samples as its batch. It is forgotten: take the whole batch again, "
+                f"from batches({batch.step}, steps)"
             )
         if self._cycle == 1:
             return
-        if due is not None and self._counts and batch.groups not in self._counts:
+        if due is not None and self._groups not in (None, batch.groups):
             raise ValueError(
                 "the batch is drawn from other groups, and seeded noise goes on with the same ones: give the sampler "
                 "the seed that it had"
             )
-        expected = self._next if batch.groups == self._groups else due
+        expected = due if self.begins(batch) else self._next
         if expected is not None and batch.step != expected:
             raise ValueError(
                 f"the batch is of step {batch.step}, and step {expected} is due: no step may be left out or taken "
@@ -90,18 +104,19 @@ class Turns:
             )
 
     def take(self, batch: LogicalBatch | None) -> None:
-        """Count a release."""
+        """Count a release, and tell its sampler that the draw is used up."""
         groups, step = (EVERYBODY, 0) if batch is None or self._cycle == 1 else (batch.groups, batch.step)
         self._counts.setdefault(groups, [0] * self._cycle)[step % self._cycle] += 1
         self._groups, self._next = groups, step + 1
+        if batch is not None:
+            batch.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """The turns of all groups so far."""
-        return {name: list(counts) for name, counts in self._counts.items()}
+        """The events so far, and the groups of the last release."""
+        return {"line": self._line, "events": self.events, "groups": self._groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after a saved state. What this process has released since then stays counted."""
-        for name, counts in state.items():
-            known = self._counts.get(name, [0] * self._cycle)
-            self._counts[name] = [max(pair) for pair in zip(known, counts, strict=True)]
-        self._groups, self._next = None, 0
+        """Continue after a saved state. What this object has released since then, or beside it, stays counted."""
+        if state["line"] != self._line:
+            self._earlier[state["line"]] = max(state["events"], self._earlier.get(state["line"], 0))
+        self._groups, self._next = state["groups"], None
