@@ -107,6 +107,17 @@ def test_runs_in_a_record_stay_there(protocol: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_runs_of_an_earlier_grid_stay_while_trials_of_a_larger_one_are_missing(tmp_path: Path) -> None:
+    """A tuned record was emptied as soon as the first trial of a larger grid was written, or could not be run."""
+    first, _, _ = run(plan(tmp_path, "tuned"))
+    larger = replace(SMALL, panels={"smoke": (replace(PANEL, rates=(*PANEL.rates, 1.5)),)})
+    shutil.rmtree(tmp_path / "runs")
+    reproduction.write_record(plan(tmp_path, "tuned", larger))
+    kept = json.loads(plan(tmp_path, "tuned").record_path.read_text())
+    for before, cell in zip(first["cells"], kept["cells"], strict=True):
+        assert all(cell[name] == before[name] for name in ("lr", "runs", "certificate")) and cell["runs"]
+
+
 @pytest.mark.parametrize("damage", ["result.json", "certificate.json", "machine.json"])
 def test_a_damaged_folder_is_a_failure_by_name_and_stops_nothing_else(damage: str, tmp_path: Path) -> None:
     one = plan(tmp_path, seeds=1)

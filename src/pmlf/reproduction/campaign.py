@@ -156,12 +156,12 @@ def write_record(plan: ReproductionPlan) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Before:
-    """An earlier record: its runs and certificates by key, and the planned seeds by cell."""
+    """An earlier record: its runs and certificates by key, and its cells by name."""
 
     command: str = ""
     runs: RunsByKey = field(default_factory=dict)
     certificates: RunsByKey = field(default_factory=dict)
-    seeds: Mapping[tuple[Any, ...], int] = field(default_factory=dict)
+    cells: Mapping[tuple[Any, ...], Mapping[str, Any]] = field(default_factory=dict)
 
     @staticmethod
     def read(path: Path) -> _Before:
@@ -174,7 +174,7 @@ class _Before:
                 command=record["command"],
                 runs={run["key"]: run for cell in cells for run in (*cell["runs"], *cell.get("trials", ()))},
                 certificates={cell["runs"][0]["key"]: cell["certificate"] for cell in cells if cell["runs"]},
-                seeds={_name(cell): cell["planned_seeds"] for cell in cells},
+                cells={_name(cell): cell for cell in cells},
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{str(path)!r} is not a record: restore it, or move it away") from error
@@ -200,11 +200,13 @@ def _cell(plan: ReproductionPlan, cell: Cell, before: _Before) -> dict[str, Any]
         "epochs": setting.epochs,
         "steps": setting.steps,
     }
-    seeds = max(plan.seeds_of(cell), before.seeds.get(_name(document), 0))
+    earlier = before.cells.get(_name(document), {})
+    seeds = max(plan.seeds_of(cell), earlier.get("planned_seeds", 0))
     final = _final(plan, cell, seeds, before.runs)
-    runs = _runs(plan, final, before.runs)
+    # while trials are missing, those of a larger grid for example, the runs of the earlier choice stay
+    runs = _runs(plan, final, before.runs) if final else earlier.get("runs", [])
     document |= {
-        "lr": final[0].lr if final else None,
+        "lr": final[0].lr if final else earlier.get("lr"),
         "planned_seeds": seeds,
         "runs": runs,
         "certificate": _certificate(plan, runs[0]["key"], setting.dataset, before.certificates) if runs else None,
