@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
+from pmlf.mechanism.records import Collate
+
 _RECORDS_AT_A_TIME = 100
 _READ_TWICE = 32  # records, to find out whether reading them is random
-
-Collate = Callable[[list[Any]], Any]
 
 
 def records_digest(dataset: Any, collate_fn: Collate | None, key: bytes) -> str:
